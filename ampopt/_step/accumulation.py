@@ -27,7 +27,7 @@ from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
 
@@ -211,7 +211,7 @@ class Accumulation(RefersToOptimizer):
             fresh = id(param) not in cycle.params
             total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
-            rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
+            rows.append(ParamRow(values.dtype, total, flags=(fresh,), group=group, owner=owner))
         return works_of(rows, grads, self.uploads["add"])
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:
@@ -309,7 +309,7 @@ class Accumulation(RefersToOptimizer):
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
         if sums:
             rows = [
-                Row(total.dtype, owner=owner)
+                ParamRow(total.dtype, owner=owner)
                 for total, (*_, owner) in zip(sums, params, strict=True)
             ]
             agree = None

@@ -135,7 +135,7 @@ class Checks(RefersToOptimizer):
         for (group, param, owner), one in zip(fresh, stepped, strict=True):
             _check_written_once(param, owner.name)
             if rule.averages is not None:
-                _check_rows(param, owner.name, rule.marginals_for(one.flags), name)
+                _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
         others = (
@@ -320,15 +320,17 @@ def _check_written_once(param: Tensor, name: str) -> None:
         )
 
 
-def _check_rows(param: Tensor, name: str, marginals: Sequence[State], optimizer: str) -> None:
+def _check_rows(
+    param: Tensor, name: str, row_column_states: Sequence[State], optimizer: str
+) -> None:
     """Raise if states are row and column statistics, and the parameter is complex or below 2-d."""
     if param.is_complex():
         raise RuntimeError(
             f"{optimizer} does not support complex parameters, as {name} is: leave it to another "
             "optimizer"
         )
-    if marginals and param.ndim < 2:
-        kept = ", ".join(part.name for part in marginals)
+    if row_column_states and param.ndim < 2:
+        kept = ", ".join(part.name for part in row_column_states)
         raise RuntimeError(
             f"{optimizer} keeps the row and column statistics {kept}, but {name} has shape "
             f"{tuple(param.shape)} and so no rows and columns: add a flag for such parameters to "

@@ -18,7 +18,7 @@ from ampopt_kernels.skip_checks import CheckSettings, SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, overlaps_itself, widest
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "Check",
@@ -136,7 +136,7 @@ def check_and_unscale_params(
             copies.append((values, grad))
         grads.append(grad)
         in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
-        rows.append(Row(grad.dtype, group=group, in_norm=in_norm, owner=owner))
+        rows.append(ParamRow(grad.dtype, group=group, in_norm=in_norm, owner=owner))
     flag_all_reduce = None
     if agreement is not None and request.needs_agreement:
         flag_all_reduce = FlagAllReduce(agreement, request, len(with_grads), call)
@@ -160,7 +160,7 @@ def decide(works: list[Work], request: Request) -> Decision:
 
 
 def works_of(
-    rows: Sequence[Row],
+    rows: Sequence[ParamRow],
     grads: Sequence[Any],
     uploads: dict[torch.device, Uploads],
     rule: Rule | None = None,

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-Row = tuple[float, ...]
+RankRow = tuple[float, ...]
 """The numbers of one rank, in the order of :class:`Column`; device values are filled in later."""
 
 
@@ -89,7 +89,7 @@ def row_of(
     evaluation: int = 0,
     present: bool = False,
     gradients: int = 0,
-) -> Row:
+) -> RankRow:
     """The row of this rank, without what is on a device: flags, squares, losses and scale."""
     limits, causes = (NOT_GIVEN,) * 4, 0
     if request.causes:
@@ -163,9 +163,9 @@ class RowsOnDevices:
             place: the index of this rank's row.
         """
         self._ranks, self._place = ranks, place
-        self._kept: dict[tuple[torch.device, Row], Tensor] = {}
+        self._kept: dict[tuple[torch.device, RankRow], Tensor] = {}
 
-    def matrix(self, row: Row, device: torch.device) -> Tensor:
+    def matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix on ``device``: ``row``, and 0 in all other rows. Does not synchronize."""
         if device.type == "cpu":
             made = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
@@ -180,7 +180,7 @@ class RowsOnDevices:
             self._kept[device, row] = self._new_matrix(row, device)
         return self._kept[device, row].clone()
 
-    def _new_matrix(self, row: Row, device: torch.device) -> Tensor:
+    def _new_matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
         made = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
         for place, number in enumerate(row):
@@ -202,11 +202,11 @@ class Comparison:
 
     def __init__(self) -> None:
         """Start without matrices to check."""
-        self._known: set[Row] = set()
+        self._known: set[RankRow] = set()
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
-    def compare(self, rows: Tensor, row: Row, ranks: Sequence[int], *, at_once: bool) -> None:
+    def compare(self, rows: Tensor, row: RankRow, ranks: Sequence[int], *, at_once: bool) -> None:
         """Compare ``rows`` with each other, now or in a later call.
 
         Args:
@@ -243,7 +243,7 @@ _EVERY = 8
 """The number of decisions whose matrices are copied to the host together."""
 
 
-def _kind(row: Row) -> Row:
+def _kind(row: RankRow) -> RankRow:
     """The columns of ``row`` that usually stay the same, and whether there is a ``max_norm``."""
     clips = float(row[Column.MAX_NORM] != NOT_GIVEN)
     return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])

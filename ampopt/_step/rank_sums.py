@@ -14,7 +14,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures
-from ampopt_kernels.marginals import LineSums
+from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.state import State
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest
@@ -171,14 +171,14 @@ class LinesOfRanks:
             keys, works[0].device if decision_device is None else decision_device
         )
         for row, sums in _rows_with(works, lines):
-            for part, own in zip(row.marginals.parts, sums, strict=True):
+            for part, own in zip(row.row_column_states.parts, sums, strict=True):
                 if row.in_norm:
                     into = message[self._slices[row.owner.key, part.name]]
-                    row.marginals.shard.put(part, own[0], into)
+                    row.row_column_states.shard.put(part, own[0], into)
         self._add_up(message, keys)
         for row, sums in _rows_with(works, lines):
-            shape = row.marginals.shard.shape
-            for i, part in enumerate(row.marginals.parts):
+            shape = row.row_column_states.shard.shape
+            for i, part in enumerate(row.row_column_states.parts):
                 whole = message[self._slices[row.owner.key, part.name]]
                 sums[i] = whole.view(1, *part.beside(shape))
         return list(lines)
@@ -210,5 +210,5 @@ def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tup
     for work, own in zip(works, lines, strict=True):
         for index, sums in own.items():
             row = work.rows[index]
-            if row.marginals is not None and row.marginals.shard is not None:
+            if row.row_column_states is not None and row.row_column_states.shard is not None:
                 yield row, sums

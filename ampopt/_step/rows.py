@@ -18,18 +18,18 @@ from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.shards import ShardedMarginals, places_of
+from ampopt._step.sharding.shards import ShardedMatrix, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt.options import is_stochastic
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like, memory_of
-from ampopt_kernels.work import Row
+from ampopt_kernels.work import ParamRow
 
 __all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of"]
 
@@ -45,7 +45,7 @@ class KeptRow(NamedTuple):
         memory: the address ranges of the parameter and its states.
     """
 
-    row: Row
+    row: ParamRow
     master: Tensor | None
     like: Tensor
     in_memory: tuple[int, int]
@@ -140,7 +140,7 @@ class RuleRows:
         self.stepped: list[ParamWithGrad] = [stepped[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.rows: list[Row] = []
+        self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.states: list[Tensor] = []
@@ -180,7 +180,7 @@ class RuleRows:
             self.states += [] if row.keys is None else [row.keys]
             self.states += [scales for scales in row.scales if scales is not None]
 
-    def _fits(self, row: Row, state: dict[str, Any], values: Tensor) -> bool:
+    def _fits(self, row: ParamRow, state: dict[str, Any], values: Tensor) -> bool:
         """Whether ``row`` is right for a gradient; ``widen_scalars`` may have replaced states."""
         parts = self._rule.scalar_state
         return row.grad_dtype == values.dtype and all(
@@ -196,7 +196,7 @@ class RuleRows:
         state: dict[str, Any],
         place: int,
         grad_dtype: torch.dtype,
-    ) -> Row:
+    ) -> ParamRow:
         """The row of one parameter.
 
         Args:
@@ -217,9 +217,9 @@ class RuleRows:
         keys = keys_of(self._optimizer, param, place) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
-        marginals = rule.marginals_for(flags)
+        row_column_states = rule.row_column_states_for(flags)
         # An index must give row and column, and the block and random number of an element.
-        in_order = bool(marginals) or coded or low is not None
+        in_order = bool(row_column_states) or coded or low is not None
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
@@ -227,7 +227,7 @@ class RuleRows:
             places = places_of(param, values, contiguous=in_order)
         if rule.draws:  # different random numbers for each parameter
             places = replace(places, first=places.first + place * PLACE_STRIDE)
-        row = Row(
+        row = ParamRow(
             grad_dtype,
             param=values,
             copy=None if full is None else dense(local(param.detach()), like),
@@ -253,11 +253,13 @@ class RuleRows:
                 for part, codec in zip(rule.state_for(flags), codecs, strict=True)
             ),
         )
-        if marginals:
-            lines = [local(state[part.name]) for part in marginals]
-            shard = ShardedMarginals(param) if dtensor.is_dtensor(param) else None
+        if row_column_states:
+            lines = [local(state[part.name]) for part in row_column_states]
+            shard = ShardedMatrix(param) if dtensor.is_dtensor(param) else None
             size = (param.shape[-2], param.shape[-1])
-            row.marginals = Marginals.of(marginals, lines, p, row.compute_dtype, size, shard)
+            row.row_column_states = RowColumnStates.of(
+                row_column_states, lines, p, row.compute_dtype, size, shard
+            )
         return row
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
@@ -292,7 +294,7 @@ def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
     )
 
 
-def _like_gradient(row: Row) -> Tensor | None:
+def _like_gradient(row: ParamRow) -> Tensor | None:
     """A tensor of ``row`` that has the layout of its gradient; ``None`` if there is none."""
     tensors = (row.param, row.copy)
     return next((t for t in tensors if t is not None and t.dtype == row.grad_dtype), None)

@@ -36,15 +36,15 @@ from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.skip_checks import SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["Case", "RecordedLaunch", "Report", "cases", "count_hyper", "launches", "main"]
 
@@ -213,7 +213,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
 
     by_chance = case.request.startswith("by chance")
     draws = by_chance or any(codecs) or has_low_bits
-    row = Row(
+    row = ParamRow(
         low,
         param=tensor(low if has_low_bits else stored),
         state=tuple(
@@ -235,14 +235,16 @@ def launches(case: Case) -> list[RecordedLaunch]:
             torch.zeros(1) if codec is not None and codec.has_scales else None for codec in codecs
         ),
     )
-    if parts := rule.marginals_for(case.flags):
+    if parts := rule.row_column_states_for(case.flags):
         states = [torch.zeros(part.beside((1, 64))) for part in parts]
         matrix = torch.empty(1, 64)
-        row.marginals = Marginals.of(parts, states, matrix, row.compute_dtype, (1, 64))
+        row.row_column_states = RowColumnStates.of(
+            parts, states, matrix, row.compute_dtype, (1, 64)
+        )
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
     if case.request.startswith("accumulate"):
-        row = Row(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
+        row = ParamRow(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
         work = Work(torch.device("cpu"), [row], [tensor(low)])
     scale = torch.ones(())
     scaled = Request(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
-from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.work import Work

@@ -16,13 +16,13 @@ from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport, measured
 from ampopt_kernels.low_bits import master_of, split_master
-from ampopt_kernels.marginals import LineSums, advance, sums_of
+from ampopt_kernels.row_column_states import LineSums, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["CHUNK", "Eager", "accumulate_gradients", "overflows"]
 
@@ -119,9 +119,9 @@ class Eager(Backend):
         rule, found = work.rule, {}
         assert rule is not None
         for index, row, grad, given in _before_reduce(work, rule, decision):
-            if row.marginals is not None and row.marginals.shard is not None:
+            if row.row_column_states is not None and row.row_column_states.shard is not None:
                 read = (grad, *row.inputs)
-                found[index] = sums_of(rule, row.marginals, row.flags, read, given)
+                found[index] = sums_of(rule, row.row_column_states, row.flags, read, given)
         return found
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -135,12 +135,12 @@ class Eager(Backend):
         for index, row, whole, given in _before_reduce(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
             read = (whole, *row.inputs)
-            if row.marginals is not None:
+            if row.row_column_states is not None:
                 of_lines = decision.lines.get(index)
                 if of_lines is None:
-                    of_lines = sums_of(rule, row.marginals, row.flags, read, given)
-                advance(rule, [row.marginals], row.flags, of_lines, [given], skip)
-            if row.marginals is not None or row.is_coded:
+                    of_lines = sums_of(rule, row.row_column_states, row.flags, read, given)
+                advance(rule, [row.row_column_states], row.flags, of_lines, [given], skip)
+            if row.row_column_states is not None or row.is_coded:
                 read = tuple(map(flat, read))
             start = 0
             for tensors in _chunks(*read):
@@ -167,7 +167,7 @@ class Eager(Backend):
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.outputs)
             # Flattened in memory order, by which the places of elements are numbered.
-            if row.keys is not None or rule.draws or row.marginals is not None:
+            if row.keys is not None or rule.draws or row.row_column_states is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *stored in _chunks(*tensors):
                 end, position = start + grad.numel(), None
@@ -234,7 +234,7 @@ def _groups(work: Work) -> Iterator[_Group]:
 
 def _before_reduce(
     work: Work, rule: Rule, decision: Decision
-) -> Iterator[tuple[int, Row, Tensor, tuple[Any, ...]]]:
+) -> Iterator[tuple[int, ParamRow, Tensor, tuple[Any, ...]]]:
     """Yield what :meth:`Work.stepped` does, and the numbers that ``reduce`` takes for the row.
 
     These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce`` returns.

@@ -170,7 +170,7 @@ class Rule:
                     "torch.float64 or None, its shape None, and its init a number or the name of a "
                     "param-group entry. Change that, or declare the state in state="
                 )
-        self._check_marginals()
+        self._check_row_column_states()
         names = [part.name for part in (*self.state, *self.scalar_state)]
         for name in names:
             if name == MASTER or names.count(name) > 1:
@@ -201,7 +201,7 @@ class Rule:
                     f"Rule {role} must take {takes}, but it takes {_arguments(function)} arguments"
                 )
 
-    def _check_marginals(self) -> None:
+    def _check_row_column_states(self) -> None:
         """Raise if ``averages``, ``factors`` and ``reduce`` do not go with the states."""
         shaped = [part.name for part in self.state if part.shape is not None]
         needed = {"averages": self.averages, "factors": self.factors, "reduce": self.reduce}
@@ -283,11 +283,11 @@ class Rule:
 
     def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """All but the scalar states under ``flags``, in the order of the ``state`` argument."""
-        return (*self.state_for(flags), *self.marginals_for(flags))
+        return (*self.state_for(flags), *self.row_column_states_for(flags))
 
-    def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+    def row_column_states_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The states of rows and columns that exist under ``flags``."""
-        return _existing(self, flags).marginals
+        return _existing(self, flags).row_column_states
 
     def scalar_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The scalar states that exist under ``flags``."""
@@ -433,7 +433,7 @@ class _Existing(NamedTuple):
     """The states that exist under some flags: elementwise, of rows and columns, scalar, and all."""
 
     elementwise: tuple[State, ...]
-    marginals: tuple[State, ...]
+    row_column_states: tuple[State, ...]
     scalars: tuple[State, ...]
     all: tuple[State, ...]
 
@@ -447,15 +447,15 @@ def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
 
     state, scalars = (tuple(filter(exists, some)) for some in (rule.state, rule.scalar_state))
     elementwise = tuple(part for part in state if part.shape is None)
-    marginals = tuple(part for part in state if part.shape is not None)
-    return _Existing(elementwise, marginals, scalars, (*state, *scalars))
+    row_column_states = tuple(part for part in state if part.shape is not None)
+    return _Existing(elementwise, row_column_states, scalars, (*state, *scalars))
 
 
 @functools.lru_cache(maxsize=1024)
 def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
     existing, named = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
-    bits = 32 if existing.marginals else bits
+    bits = 32 if existing.row_column_states else bits
     return tuple(part.codec_in(bits, named) for part in existing.elementwise)
 
 

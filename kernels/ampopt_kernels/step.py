@@ -20,8 +20,8 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import next_scale
+from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks, find_cause
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all

@@ -1,4 +1,4 @@
-"""The tensors of one step: a :class:`Row` for each parameter, a :class:`Work` for each device."""
+"""The tensors of one step: a :class:`ParamRow` for each parameter, a :class:`Work` for a device."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,23 @@ from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.low_bits import master_of
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["Row", "Work"]
+__all__ = ["ParamRow", "Work"]
 
 
 @dataclass(slots=True)
-class Row:
+class ParamRow:
     """The tensors of one parameter in a step, except its gradient, which changes at every step.
 
     The gradient is in :attr:`Work.grads`; a step without it changes none of these tensors. All
     tensors are real (a complex parameter has its real view), dense, and have the strides of the
-    parameter; they are contiguous if the row has ``marginals``. ``n`` is the number of elements
-    that this rank has of the parameter.
+    parameter; they are contiguous if there are ``row_column_states``. ``n`` is the number of
+    elements that this rank has of the parameter.
 
     Attributes:
         grad_dtype: dtype of the gradient.
@@ -58,7 +58,7 @@ class Row:
         rounds: whether the parameter, bfloat16, is rounded stochastically.
         places: indices of the elements in the whole parameter, from which random numbers are
             computed. Unused if nothing is drawn.
-        marginals: states of one value for each matrix row or column, if the rule has any.
+        row_column_states: states of one value for each matrix row or column, if the rule has any.
     """
 
     grad_dtype: torch.dtype
@@ -74,7 +74,7 @@ class Row:
     keys: Tensor | None = None
     rounds: bool = False
     places: Places = Places()
-    marginals: Marginals | None = None
+    row_column_states: RowColumnStates | None = None
     codecs: tuple[Codec | None, ...] = ()
     scales: tuple[Tensor | None, ...] = ()
 
@@ -107,7 +107,7 @@ class Row:
 
     def row_column_factors(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The row and column factors of the elements from ``start`` to ``end``, each 1-d."""
-        return () if self.marginals is None else self.marginals.at(start, end)
+        return () if self.row_column_states is None else self.row_column_states.at(start, end)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -148,7 +148,7 @@ class Work:
     """
 
     device: torch.device
-    rows: list[Row]
+    rows: list[ParamRow]
     grads: list[Any] = field(default_factory=list)
     rule: Rule | None = None
     hyper: Sequence[Sequence[float | Tensor]] = ()
@@ -157,7 +157,7 @@ class Work:
     grads_version: int = field(default=0, init=False)
     present: list[bool] | None = field(default=None, init=False)
 
-    def present_rows(self) -> Iterator[tuple[int, Row, Tensor]]:
+    def present_rows(self) -> Iterator[tuple[int, ParamRow, Tensor]]:
         """Yield index, row and gradient of each row that has a gradient in this step."""
         for index, (row, grad) in enumerate(zip(self.rows, self.grads, strict=True)):
             if grad is not None:
@@ -216,8 +216,13 @@ class Work:
 
     @property
     def row_column_factors(self) -> Iterator[Tensor]:
-        """The row and column factors of all rows; see :attr:`Marginals.factors`."""
-        return (f for row in self.rows if row.marginals is not None for f in row.marginals.factors)
+        """The row and column factors of all rows; see :attr:`RowColumnStates.factors`."""
+        return (
+            f
+            for row in self.rows
+            if row.row_column_states is not None
+            for f in row.row_column_states.factors
+        )
 
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:

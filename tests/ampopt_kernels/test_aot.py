@@ -116,7 +116,7 @@ def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype
         found.add((flags, "masters" in words))
         stored, copy = (4, 2) if "masters" in words else (size, 0)
         moved = size + stored * 2 * (1 + len(rule.state_for(flags))) + copy
-        if rule.marginals_for(flags):  # narrow accesses, of what is in caches
+        if rule.row_column_states_for(flags):  # narrow accesses, of what is in caches
             assert (line["vectorized"], line["barriers"]) == ("no", "0"), line[0]
         elif name == "sophia_hessian":  # keeps parameters, which a compiler may see
             assert moved - 2 * stored <= float(line["bytes"]) <= moved, line[0]
@@ -288,7 +288,7 @@ def test_every_built_in_rule_is_among_the_cases(name):
     assert len({case.flags for case in tried}) == 2 ** len(flags)
     kernels = [launch.name for launch in aot.launches(tried[0])]
     rule = getattr(rules, name)
-    summing = ["line"] * len(rule.marginals_for((False,) * len(rule.flags)))
+    summing = ["line"] * len(rule.row_column_states_for((False,) * len(rule.flags)))
     summing += ["reduce", "sum", "control"] if rule.reduces else []
     assert kernels == ["detect", "control", *summing, "update"]
 

@@ -28,7 +28,7 @@ from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, jit, tl
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.step import run
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 KEY = 5 << 32 | 7
 CHUNK = 512
@@ -186,7 +186,7 @@ def row_of(n, rule, codecs, *, low=None, places=None):
         encoded(torch.zeros(n), codec, 0.5) if codec is not None else (torch.zeros(n), None)
         for codec in codecs
     ]
-    row = Row(
+    row = ParamRow(
         low or torch.float32,
         param=param,
         state=tuple(codes for codes, _ in kept),

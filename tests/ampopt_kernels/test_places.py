@@ -17,7 +17,7 @@ from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.random_numbers import rand
 from ampopt_kernels.step import run
 from ampopt_kernels.stochastic import stochastically
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 CPU = torch.device("cpu")
 NEAR = (Jump(1, 0, 2), Jump(7, 3, 5), Jump(70, 69, -1))
@@ -42,7 +42,7 @@ def test_random_numbers_and_chances_follow_from_the_places(make):
         p, chance, step = torch.ones(n).bfloat16(), torch.zeros(n), torch.zeros(())
         keys = torch.tensor(2**33, dtype=torch.int64)
         rows.append(
-            Row(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, places=places)
+            ParamRow(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, places=places)
         )
     grads = [torch.full((n,), 0.3).bfloat16() for _, n in ROWS]
     lr, temperature, seed = 2.0**-7, 0.5, 3.0

@@ -16,7 +16,7 @@ from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "BLOCK",
@@ -172,17 +172,17 @@ class Built:
         self.work = Work(CPU, [r for r, _ in made], [g for _, g in made], rule, self.plan.hyper)
         self._around = [placed.around() for placed in self.placed]
 
-    def _row(self, plan: RowPlan, rule: Rule | None) -> tuple[Row, Tensor]:
+    def _row(self, plan: RowPlan, rule: Rule | None) -> tuple[ParamRow, Tensor]:
         def place(values: Tensor, dtype: torch.dtype) -> Tensor:
             self.placed.append(Placed.of(values.to(dtype), plan.shift))
             return self.placed[-1].tensor
 
         grad = place(plan.tensor(plan.grad, plan.spots), plan.dtype)
         if rule is None:
-            return Row(grad.dtype), grad
+            return ParamRow(grad.dtype), grad
         count, param = torch.tensor(float(plan.step)), plan.tensor(plan.param)
         scalars = [part in rule.scalar_state_for(plan.flags) for part in rule.scalar_state]
-        row = Row(
+        row = ParamRow(
             grad.dtype,
             param=place(param, plan.stored),
             state=tuple(place(plan.tensor(pattern), plan.stored) for pattern in plan.state),
@@ -194,7 +194,7 @@ class Built:
         return row, grad
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ParamRow]:
         """The rows of the work."""
         return self.work.rows
 

@@ -17,7 +17,7 @@ from ampopt_kernels.decision import Request
 from ampopt_kernels.step import run
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import launch
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 launches, hooked = [], []
 
@@ -81,7 +81,7 @@ def main() -> None:
 
     def row(n):
         flags = (False,) * len(rules.sgd.flags)
-        return Row(torch.float32, param=torch.ones(n), flags=flags)
+        return ParamRow(torch.float32, param=torch.ones(n), flags=flags)
 
     for sizes, dtype in (((5, 7), torch.float32), ((9,), torch.float32), ((9,), torch.float64)):
         rows, grads = [row(n) for n in sizes], [torch.ones(n) for n in sizes]

@@ -12,7 +12,7 @@ from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.state import State
 
-__all__ = ["Run", "ShardedMarginals", "boxes", "places_in", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "ShardedMatrix", "boxes", "places_in", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -158,7 +158,7 @@ def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -
     return Places(first, tuple(sorted(jumps)))
 
 
-class ShardedMarginals:
+class ShardedMatrix:
     """The place of a local shard's rows and columns in the whole ``DTensor``.
 
     Attributes:

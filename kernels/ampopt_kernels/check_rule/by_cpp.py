@@ -34,7 +34,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
     roles = {"update": widths.update}
     if rule.reduces:
         roles["reduce"] = widths.reduce
-    if rule.marginals_for(flags):
+    if rule.row_column_states_for(flags):
         roles["averages"] = widths.reduce
     dtypes = (torch.float32,) * (2 + len(rule.state_for(flags)))
     role = "scalars"

@@ -73,8 +73,8 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         given_two = call(_pair, before, *given_two, flags)
         of_hyper = _given_h(rule.before_reduce is not keep_all, "before_reduce", h, of_hyper)
         of_blocks = (of_state, (3, *of_hyper), (4, *of_flags))
-        if rule.marginals_for(flags):
-            _try_marginals(rule, flags, h, function("averages", *of_blocks))
+        if rule.row_column_states_for(flags):
+            _try_row_column_states(rule, flags, h, function("averages", *of_blocks))
         terms = _Blocks(function("reduce", *of_blocks), h, flags, read)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
@@ -122,11 +122,11 @@ def _given_h(
     return (len(h), f"gets {len(h)} numbers, the h that {name} returns") if is_written else before
 
 
-def _try_marginals(
+def _try_row_column_states(
     rule: Rule, flags: tuple[bool, ...], h: tuple[Any, ...], averages: Function
 ) -> None:
     """Refuse ``averages`` or ``factors`` that do not return one tensor for each state."""
-    states, parts = [part.name for part in rule.state_for(flags)], rule.marginals_for(flags)
+    states, parts = [part.name for part in rule.state_for(flags)], rule.row_column_states_for(flags)
     names = [part.name for part in parts]
     n_terms = _Blocks(averages, h, flags, states).check(
         rule.torch_averages_in(torch.float32), _terms

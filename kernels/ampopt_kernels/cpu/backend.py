@@ -20,7 +20,7 @@ from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import accumulate_gradients, overflows
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.marginals import LineSums, advance
+from ampopt_kernels.row_column_states import LineSums, advance
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import Work
@@ -134,7 +134,9 @@ class CpuBackend(Backend):
         assert rule is not None
         found: LineSums = {}
         for block, bundle in () if skip > 0 else work.backend_rows.bundles:
-            if bundle.marginals and bundle.marginals[0].shard is not None:  # never bundled
+            if (
+                bundle.row_column_states and bundle.row_column_states[0].shard is not None
+            ):  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
                 h = block.before_reduce(rule, work.hyper, (inverse, clip))
@@ -162,11 +164,11 @@ class CpuBackend(Backend):
             bundle.load()
             tensors = (grad, bundle.param, *bundle.inputs)
             rows = bundle.each(h)
-            if bundle.marginals:
+            if bundle.row_column_states:
                 of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
                     of_lines = bundle.functions["averages"](rows, tensors)
-                stepped = [bundle.marginals[i] for i in bundle.present]
+                stepped = [bundle.row_column_states[i] for i in bundle.present]
                 advance(rule, stepped, bundle.flags, of_lines, [row.h for row in rows])
             order += [bundle.among[i] for i in bundle.present]
             found.append(bundle.functions["reduce"](rows, tensors))
@@ -193,7 +195,7 @@ class CpuBackend(Backend):
             tensors = (grad, bundle.param, *bundle.rest)
             if bundle.rows[0].keys is not None or rule.draws:
                 parts = bundle.each_with_places(h)
-            elif isinstance(h, list) or bundle.marginals or work.present is not None:
+            elif isinstance(h, list) or bundle.row_column_states or work.present is not None:
                 parts = bundle.alike(h)
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]

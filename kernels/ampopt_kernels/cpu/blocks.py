@@ -21,7 +21,7 @@ from ampopt_kernels.cpu.bundles import Bundle, Copies, as_one
 from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["Block", "Bundles"]
 
@@ -80,14 +80,14 @@ class Block:
     """
 
     group: int
-    rows: list[Row]
+    rows: list[ParamRow]
     start: int
     scalars: list[Tensor | None] = field(default_factory=list)
     scattered: list[Copies] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
 
     @staticmethod
-    def of(rows: list[Row], start: int) -> "Block":
+    def of(rows: list[ParamRow], start: int) -> "Block":
         """Make a block of rows that have the same scalar states.
 
         Args:
@@ -304,7 +304,7 @@ class Bundles:
     @staticmethod
     def of(work: Work) -> "Bundles":
         """Divide the rows of ``work`` into blocks and bundles."""
-        blocks: list[list[Row]] = []
+        blocks: list[list[ParamRow]] = []
         for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):
                 blocks[-1].append(row)
@@ -315,7 +315,7 @@ class Bundles:
         return Bundles([(block, bundle) for block in made for bundle in block.bundles])
 
 
-def _advance_together(last: Row, row: Row) -> bool:
+def _advance_together(last: ParamRow, row: ParamRow) -> bool:
     """Whether ``row`` may follow ``last`` in a block: same group, same scalars present."""
     return last.group == row.group and all(
         (a is None) is (b is None) for a, b in zip(last.scalars, row.scalars, strict=True)

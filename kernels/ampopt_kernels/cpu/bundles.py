@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.tensors import flat
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "BUNDLE",
@@ -156,7 +156,7 @@ class Bundle:
     """Rows that are updated together: several small ones, or a single row.
 
     Attributes:
-        rows: the rows, all of one :attr:`Row.kind` and param group.
+        rows: the rows, all of one :attr:`ParamRow.kind` and param group.
         places: the index of each row in ``block.rows``.
         among: the index of each row in ``work.rows``.
         dtype: the arithmetic dtype.
@@ -169,8 +169,8 @@ class Bundle:
         copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
         rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
         scattered: copies states that are not adjacent in memory to scratch and back.
-        marginals: the row and column statistics of each row, whose factors are adjacent in memory;
-            empty if the rule has none.
+        row_column_states: the row and column states of each parameter, with factors that are
+            adjacent in memory; empty if the rule has none.
         gathered_at: the ``grads_version`` of the work when its gradients were copied to ``grad``.
         present: the positions of the rows that have a gradient in this step, in ascending order;
             set by :meth:`gather`. A step changes no tensor of the other rows.
@@ -178,7 +178,7 @@ class Bundle:
             torch operations or compiled. Each takes slices and the tensors of the bundle.
     """
 
-    rows: list[Row]
+    rows: list[ParamRow]
     places: list[int]
     among: range | list[int]
     dtype: torch.dtype
@@ -188,13 +188,13 @@ class Bundle:
     copies: Copies | None = None
     rounded: Copies | None = None
     scattered: Sequence[Copies] = ()
-    marginals: list[Marginals] = field(default_factory=list)
+    row_column_states: list[RowColumnStates] = field(default_factory=list)
     gathered_at: int | None = None
     present: Sequence[int] = ()
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
-    def all_of(rows: list[Row], start: int) -> "list[Bundle]":
+    def all_of(rows: list[ParamRow], start: int) -> "list[Bundle]":
         """Divide a block into bundles.
 
         Args:
@@ -204,7 +204,7 @@ class Bundle:
         return [Bundle.of([rows[i] for i in places], places, start) for places in _runs(rows)]
 
     @staticmethod
-    def of(rows: list[Row], places: list[int], start: int) -> "Bundle":
+    def of(rows: list[ParamRow], places: list[int], start: int) -> "Bundle":
         """Make a bundle.
 
         Args:
@@ -218,12 +218,15 @@ class Bundle:
         states = [as_one(column) for column in zip(*(row.state for row in rows), strict=True)]
         rest = [state for state, _ in states]
         rounded = [row.copy for row in rows if row.copy is not None]
-        params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
+        params, row_column_states = (
+            _params(rows),
+            _end_to_end([r.row_column_states for r in rows if r.row_column_states]),
+        )
         if len(rows) == 1:
             rest += [flat(c) for c in (*rounded, rows[0].low) if c is not None]
             rest += [s for s in rows[0].scales if s is not None]
             alone = flat(params[0]), rest
-            return Bundle(rows, *where, *alone, marginals=marginals)
+            return Bundle(rows, *where, *alone, row_column_states=row_column_states)
         size = sum(p.numel() for p in params)
         param = params[0].new_empty(size)
         grad = param.new_empty(size, dtype=rows[0].grad_dtype)
@@ -236,7 +239,7 @@ class Bundle:
             TorchCopies(params, param),
             TorchCopies(rounded, param) if rounded else None,
             [copies for _, copies in states if copies is not None],
-            marginals,
+            row_column_states,
         )
 
     @property
@@ -320,7 +323,7 @@ class Bundle:
         Args:
             h: the numbers of the block, or a list with those of each of its rows.
         """
-        if self.marginals:
+        if self.row_column_states:
             return self.each(h)
         bounds, own = self.bounds, self._numbers(h)
         starts = [bounds[i] for i in self.present]
@@ -366,12 +369,12 @@ def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def _params(rows: Sequence[Row]) -> list[Tensor]:
+def _params(rows: Sequence[ParamRow]) -> list[Tensor]:
     """The parameters of ``rows``."""
     return [row.param for row in rows if row.param is not None]
 
 
-def _runs(rows: Sequence[Row]) -> list[list[int]]:
+def _runs(rows: Sequence[ParamRow]) -> list[list[int]]:
     """Return lists of row indices, one for each bundle.
 
     A bundle continues past large rows that stand between its small ones.
@@ -388,7 +391,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
         if (
             bundle is not None
             and (kind == last and total + size <= BUNDLE)
-            and _stackable(rows[bundle[-1]].marginals, row.marginals)
+            and _stackable(rows[bundle[-1]].row_column_states, row.row_column_states)
         ):
             bundle.append(place)
             total += size
@@ -398,14 +401,14 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     return runs
 
 
-def _stackable(last: Marginals | None, own: Marginals | None) -> bool:
+def _stackable(last: RowColumnStates | None, own: RowColumnStates | None) -> bool:
     """Return whether two parameters, one after the other in memory, form a stack of matrices."""
     if last is None or own is None:
         return last is own
     return last.shape == own.shape and last.shard is own.shard is None
 
 
-def _end_to_end(several: list[Marginals]) -> list[Marginals]:
+def _end_to_end(several: list[RowColumnStates]) -> list[RowColumnStates]:
     """Return copies of ``several`` whose factors are adjacent in new memory."""
     if len(several) < 2:
         return several

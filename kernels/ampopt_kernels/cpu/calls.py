@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.objects import addresses
+from ampopt_kernels.row_column_states import RowColumnStates
 
 __all__ = ["CALLS", "CompiledAverages", "CompiledSums", "CompiledUpdate", "Loop"]
 
@@ -140,7 +140,7 @@ class CompiledAverages:
         self._band = ctypes.c_int64.in_dll(library, "band_rows").value
 
     def __call__(
-        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: Marginals
+        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: RowColumnStates
     ) -> list[Tensor]:
         """Return the sums of each term: float64, shape (rows, *shape of the statistic).
 

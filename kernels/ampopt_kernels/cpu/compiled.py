@@ -177,7 +177,7 @@ class Compiled(CpuBackend):
                 keys = [_key(rule, bundle, 2 + widths.update, "update")]
                 if rule.reduces:
                     keys.append(_key(rule, bundle, 2 + widths.reduce, "reduce"))
-                if bundle.marginals:
+                if bundle.row_column_states:
                     keys.append(_key(rule, bundle, 2 + widths.reduce, "averages"))
                 for key in keys:
                     if elements > COMPILED_AT_ONCE:
@@ -205,9 +205,9 @@ class Compiled(CpuBackend):
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:
         """Return :meth:`_function` of ``key``, bound to the row and column statistics, if any."""
         function = self._function(key)
-        if function is None or not bundle.marginals:
+        if function is None or not bundle.row_column_states:
             return function
-        own = bundle.marginals[0]
+        own = bundle.row_column_states[0]
         if key.role == "averages":
             return functools.partial(function, own=own)
         return functools.partial(function, beside=own.addresses)
@@ -283,7 +283,7 @@ def _native(copies: Copies) -> Copies:
 def _fits_in_place(bundle: Bundle) -> bool:
     """Return whether compiled code updates the rows faster where they are than in scratch."""
     large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
-    return bundle.copies is not None and large and not bundle.marginals
+    return bundle.copies is not None and large and not bundle.row_column_states
 
 
 def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:

@@ -64,8 +64,8 @@ def source_of(
     """Translate a function of ``rule`` to C++.
 
     In the array of tensors that the C++ takes, the scales of states with codecs follow the tensors;
-    or ``Marginals.addresses``, if the rule has row and column statistics, for ``averages`` only the
-    two sizes of the matrix. If the rule draws random numbers, or anything is rounded
+    or ``RowColumnStates.addresses``, if the rule has row and column states, for ``averages`` only
+    the two sizes of the matrix. If the rule draws random numbers, or anything is rounded
     stochastically, ``h`` goes on with the place of the first element, the key (if anything is
     rounded), and three numbers for each of the ``jumps``.
 
@@ -110,17 +110,17 @@ def source_of(
         for i, dtype in enumerate(dtypes)
     )
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
-    marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
+    row_column_states, state = rule.row_column_states_for(flags), stored[1 : 1 + n_state]
     filled = coded.scales()
-    for i, part in enumerate(marginals if role != "averages" else (), n_tensors):
-        m, n = (f"(int64_t)tensors[{n_tensors + len(marginals) + k}]" for k in range(2))
+    for i, part in enumerate(row_column_states if role != "averages" else (), n_tensors):
+        m, n = (f"(int64_t)tensors[{n_tensors + len(row_column_states) + k}]" for k in range(2))
         c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
         program.before.append(f"{c} t{i}[BLOCK];")
         program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
         filled.append(f"spread{i}.next(lesser(BLOCK, end - block), t{i});")
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
-    preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(marginals)}"
+    preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(row_column_states)}"
     preamble += low_bits.CPP * bool(low) + small_states.CPP * bool(coded)
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
@@ -129,7 +129,7 @@ def source_of(
             program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
         read = [i for i, x in enumerate((grad, *stored)) if x.used]
         filled += _widened(dtypes, (grad, *stored), coded)
-        of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
+        of_rows = ", ".join(str(int(part.shape == "rows")) for part in row_column_states)
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": n_tensors, "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
         return CppSource(preamble + text, program.exact and role == "reduce")

@@ -16,7 +16,7 @@ from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.eager import CHUNK
-from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat, times
 
@@ -33,7 +33,7 @@ def sum_terms(
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
     h: Sequence[Any],
-    marginals: Marginals | None = None,
+    row_column_states: RowColumnStates | None = None,
     of_states: Sequence[Codec | None] = (),
 ) -> Tensor:
     """Sum each term of ``rule.reduce`` over the elements of a parameter.
@@ -43,7 +43,7 @@ def sum_terms(
         flags: its flags.
         tensors: flat gradient, parameter and states, then the scales of states that have some.
         h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
-        marginals: the row and column statistics of the parameter, if the rule has any.
+        row_column_states: the row and column states of the parameter, if the rule has any.
         of_states: the codec of each state, or ``None``. Empty if no state has one.
 
     Returns:
@@ -62,8 +62,8 @@ def sum_terms(
             read[2:] = codecs.decoded_each(read[2:], of_states, own)
         grad, param, *state = (t.to(dtype) for t in read)
         g = times(grad, inverse, clip)
-        if marginals is not None:
-            state += marginals.at(start, start + g.numel())
+        if row_column_states is not None:
+            state += row_column_states.at(start, start + g.numel())
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
         parts.append(torch.stack([_in_blocks(term, size) for term in terms]))
     sums = [in_order(term) for term in torch.cat(parts, 1)]

@@ -13,7 +13,7 @@ from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_terms
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.low_bits import has_low_bits, master_of, split_master, with_master
-from ampopt_kernels.marginals import Marginals, sums_of
+from ampopt_kernels.row_column_states import RowColumnStates, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, flat, times
@@ -25,7 +25,7 @@ def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]
     """Return the torch operations for :attr:`Bundle.functions`."""
     # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
     codecs_of_states = bundle.codecs if bundle.rows[0].is_coded else ()
-    functions = _Functions(rule, bundle.flags, codecs_of_states, bundle.marginals)
+    functions = _Functions(rule, bundle.flags, codecs_of_states, bundle.row_column_states)
     return {
         "update": functions.update,
         "reduce": functions.reduce,
@@ -44,34 +44,36 @@ class _Functions:
         rule: the update rule.
         flags: its flags.
         codecs: the codec of each state, or ``None``; empty if no state has one.
-        marginals: the row and column statistics of each row of the bundle; empty if the rule has
-            none. All have the same size.
+        row_column_states: the row and column states of each parameter of the bundle; empty if the
+            rule has none. All have the same size.
     """
 
     rule: Rule
     flags: tuple[bool, ...]
     codecs: tuple[Codec | None, ...]
-    marginals: list[Marginals]
+    row_column_states: list[RowColumnStates]
 
     def update(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> None:
         """Apply the rule to slices of a bundle."""
-        for part, views, marginals in self._each(slices, tensors):
-            apply_rule(self.rule, self.flags, views, part, marginals, self.codecs)
+        for part, views, row_column_states in self._each(slices, tensors):
+            apply_rule(self.rule, self.flags, views, part, row_column_states, self.codecs)
 
     def reduce(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Tensor:
         """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
         sums = [
-            sum_terms(self.rule, self.flags, self._read(views), part.h, marginals, self.codecs)
-            for part, views, marginals in self._each(slices, tensors)
+            sum_terms(
+                self.rule, self.flags, self._read(views), part.h, row_column_states, self.codecs
+            )
+            for part, views, row_column_states in self._each(slices, tensors)
         ]
         return torch.stack(sums)
 
     def averages(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
         sums = (
-            sums_of(self.rule, marginals, self.flags, self._read(views), part.h)
-            for part, views, marginals in self._each(slices, tensors)
-            if marginals is not None
+            sums_of(self.rule, row_column_states, self.flags, self._read(views), part.h)
+            for part, views, row_column_states in self._each(slices, tensors)
+            if row_column_states is not None
         )
         return list(map(torch.cat, zip(*sums, strict=True)))
 
@@ -81,15 +83,15 @@ class _Functions:
 
     def _each(
         self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[BundleSlice, list[Tensor], Marginals | None]]:
+    ) -> Iterator[tuple[BundleSlice, list[Tensor], RowColumnStates | None]]:
         """Yield each slice, flat views of its elements, and its row and column statistics."""
-        marginals = None
+        row_column_states = None
         flat_tensors = list(map(flat, tensors))
         for part in slices:
-            if self.marginals:
-                size = self.marginals[0].numel
-                marginals = self.marginals[part.start // size if size else 0]
-            yield part, [t[part.start : part.end] for t in flat_tensors], marginals
+            if self.row_column_states:
+                size = self.row_column_states[0].numel
+                row_column_states = self.row_column_states[part.start // size if size else 0]
+            yield part, [t[part.start : part.end] for t in flat_tensors], row_column_states
 
 
 def apply_rule(
@@ -97,7 +99,7 @@ def apply_rule(
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
     part: BundleSlice,
-    marginals: Marginals | None = None,
+    row_column_states: RowColumnStates | None = None,
     of_states: Sequence[Codec | None] = (),
 ) -> None:
     """Apply ``rule`` in place.
@@ -109,7 +111,7 @@ def apply_rule(
             low-precision copy of the parameter, which is only written, or the low bits of its
             24-bit master. All flat and of one size. Then the scales of the states that have some.
         part: the numbers that the rule takes for these elements.
-        marginals: the row and column statistics of the parameter, if the rule has any; then
+        row_column_states: the row and column states of the parameter, if the rule has any; then
             ``tensors`` are those of a whole parameter.
         of_states: the codec of each state, or ``None``. Empty if no state has one.
     """
@@ -126,7 +128,9 @@ def apply_rule(
         position = None
         if part.places is not None:
             position = part.places.after(start).of(grad.numel(), grad.device)
-        factors = () if marginals is None else marginals.at(start, start + grad.numel())
+        factors = (
+            () if row_column_states is None else row_column_states.at(start, start + grad.numel())
+        )
         values, written = stored[: 1 + n_states], list(stored)
         if of_states:
             own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())

@@ -11,8 +11,8 @@ from torch import Tensor
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
-from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
+from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
@@ -20,7 +20,7 @@ from ampopt_kernels.triton.accumulate import accumulate_kernel, accumulate_launc
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
 from ampopt_kernels.triton.launch import PARTS, ROWS, Launcher, launch, tensor_or
-from ampopt_kernels.triton.lines import Lines, advance_marginals, line_kernel, line_launches
+from ampopt_kernels.triton.lines import Lines, advance_row_column_states, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import (
     count_terms,
     reduce_kernel,
@@ -229,7 +229,7 @@ class Triton(Backend):
         coefficients = decision.coefficients_on_device
         if _averages(work):
             lines = decision.lines or self._sums_over_lines(work, h, coefficients)
-            advance_marginals(work, _lines(work), coefficients, h, lines)
+            advance_row_column_states(work, _lines(work), coefficients, h, lines)
         for programs, arguments in reduce_launches(work, coefficients, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)

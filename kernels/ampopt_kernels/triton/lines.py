@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
-from ampopt_kernels.marginals import EVEN, LineSums, Marginals, advance_stack
+from ampopt_kernels.row_column_states import EVEN, LineSums, RowColumnStates, advance_stack
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import Table
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "LineLaunch",
     "Lines",
     "Stack",
     "SumsLayout",
-    "advance_marginals",
+    "advance_row_column_states",
     "line_kernel",
     "line_launches",
 ]
@@ -68,7 +68,7 @@ class Stack:
     """
 
     rows: list[int]
-    members: list[Marginals]
+    members: list[RowColumnStates]
     flags: tuple[bool, ...]
     sums: list[SumsLayout]
 
@@ -89,7 +89,7 @@ class LineLaunch:
 
     start: int
     stop: int
-    like: Row
+    like: ParamRow
     term: int
     aligned: bool
     block: tuple[int, int]
@@ -114,7 +114,7 @@ class Lines:
     size: int
 
     @staticmethod
-    def of(rows: Sequence[Row], aligned: Sequence[bool], chunk: int, block: int) -> "Lines":
+    def of(rows: Sequence[ParamRow], aligned: Sequence[bool], chunk: int, block: int) -> "Lines":
         """Divide the matrices of ``rows`` into stacks and tiles.
 
         Args:
@@ -125,38 +125,40 @@ class Lines:
         """
         of_kind: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            if (marginals := row.marginals) is not None:
-                alone = None if marginals.shard is None else index
-                layout = (marginals.parts, marginals.shape, marginals.size)
+            if (row_column_states := row.row_column_states) is not None:
+                alone = None if row_column_states.shard is None else index
+                layout = (row_column_states.parts, row_column_states.shape, row_column_states.size)
                 key = (row.kind, aligned[index], *layout, alone)
                 of_kind.setdefault(key, []).append(index)
         stacks: list[Stack] = []
         tiles: dict[Any, list[int]] = {}
-        likes: dict[Any, Row] = {}
+        likes: dict[Any, ParamRow] = {}
         size = 0
         for (kind, is_aligned, *_), members in of_kind.items():
             first = rows[members[0]]
-            marginals = first.marginals
-            assert marginals is not None
-            *_, m, n = marginals.shape
+            row_column_states = first.row_column_states
+            assert row_column_states is not None
+            *_, m, n = row_column_states.shape
             sums = []
-            for term, of_rows in enumerate(marginals.of_rows):
-                length, lines = n if of_rows else m, marginals.lines(term)
+            for term, of_rows in enumerate(row_column_states.of_rows):
+                length, lines = n if of_rows else m, row_column_states.lines(term)
                 wide = of_rows and SHORT * SHORT * n >= block
                 shape = (SHORT, block // SHORT) if wide else (block // SHORT, SHORT)
                 span = max(chunk // shape[0], BLOCKS * shape[1])
                 parts = max(1, -(-length // span))
-                launch = (kind, is_aligned and marginals.is_even, term, shape, span)
+                launch = (kind, is_aligned and row_column_states.is_even, term, shape, span)
                 likes.setdefault(launch, first)
                 tiles_of_launch = tiles.setdefault(launch, [])
-                for i, index in enumerate(members if marginals.numel else ()):
+                for i, index in enumerate(members if row_column_states.numel else ()):
                     for part in range(parts):
                         place = size + (i * parts + part) * lines
                         for line in range(0, lines, shape[0]):
                             tiles_of_launch += (index, line, part * span, place + line)
                 sums.append(SumsLayout(size, parts, lines))
                 size += len(members) * parts * lines
-            of_members = [row.marginals for row in (rows[i] for i in members) if row.marginals]
+            of_members = [
+                row.row_column_states for row in (rows[i] for i in members) if row.row_column_states
+            ]
             stacks.append(Stack(members, of_members, first.flags, sums))
         launches: list[LineLaunch] = []
         flat: list[int] = []
@@ -194,7 +196,7 @@ def line_launches(
     tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
     for group in lines.launches:
         row = group.like
-        assert row.marginals is not None
+        assert row.row_column_states is not None
         n = 2 + len(row.state) + (row.low is not None)
         yield (
             group.stop - group.start,
@@ -213,8 +215,8 @@ def line_launches(
                 "LOW": row.low is not None,
                 "N_H": h.shape[1],
                 "TERM": group.term,
-                "OF_ROWS": row.marginals.of_rows[group.term],
-                "SIZES": len(row.dtypes) + len(row.marginals.parts),
+                "OF_ROWS": row.row_column_states.of_rows[group.term],
+                "SIZES": len(row.dtypes) + len(row.row_column_states.parts),
                 "EVEN": EVEN if group.aligned else 1,
                 "COLUMNS": table.columns,
                 "SPAN": group.span,
@@ -224,7 +226,7 @@ def line_launches(
         )
 
 
-def advance_marginals(
+def advance_row_column_states(
     work: Work, lines: Lines, coefficients: Tensor, h: Tensor, sums: LineSums
 ) -> None:
     """Update the averages of rows and columns, and the factors made of them, unless it is skipped.

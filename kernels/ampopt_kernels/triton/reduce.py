@@ -15,7 +15,7 @@ from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.triton.codecs import decoded, decoding_arguments, scales_at
 from ampopt_kernels.triton.launch import PARTS, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
-from ampopt_kernels.triton.marginals import factors_of, load_factors
+from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Table, state_columns
 from ampopt_kernels.work import Work
 
@@ -50,7 +50,7 @@ def reduce_launches(
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
                 "N_TERMS": count_terms(work),
-                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "OF_ROWS": () if row.row_column_states is None else row.row_column_states.of_rows,
                 "EVEN": group.even,
                 "FACTORS": len(row.dtypes),
                 **decoding_arguments(row.codecs, n),
@@ -119,7 +119,7 @@ def reduce_kernel(
         N_H: the number of scalars that ``RULE`` takes as ``h``.
         N_TERMS: the number of terms that ``RULE`` returns.
         OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
-            row of the matrix, false if one for each column; see ``marginals.py``.
+            row of the matrix, false if one for each column; see ``row_column_factors.py``.
         EVEN: a number that divides the row length of every matrix with such factors.
         FACTORS: the column of ``table`` with the address of the first factor.
         CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.

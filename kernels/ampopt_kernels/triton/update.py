@@ -24,7 +24,7 @@ from ampopt_kernels.triton.codecs import (
 )
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
-from ampopt_kernels.triton.marginals import factors_of, load_factors
+from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Table, state_columns
 from ampopt_kernels.work import Work
 
@@ -57,7 +57,7 @@ def update_launches(
                 "JUMPS": len(row.places.jumps),
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
-                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "OF_ROWS": () if row.row_column_states is None else row.row_column_states.of_rows,
                 "EVEN": group.even,
                 **arguments_of(row.codecs, len(group.dtypes)),
                 "SCALES": 2 + state_columns(rule),
@@ -130,7 +130,7 @@ def update_kernel(
         ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
         N_H: the number of scalars that ``RULE`` takes as ``h``.
         OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
-            row of the matrix, false if one for each column; see ``marginals.py``.
+            row of the matrix, false if one for each column; see ``row_column_factors.py``.
         EVEN: a number that divides the row length of every matrix with such factors.
         CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
         DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.

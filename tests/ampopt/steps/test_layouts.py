@@ -26,7 +26,7 @@ from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.step import run
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -283,7 +283,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
         triton.launch(device, kernel, 1, arguments)
 
     grad = tensor("grad")
-    row = Row(
+    row = ParamRow(
         grad.dtype,
         param=tensor("param"),
         state=(tensor("exp_avg"), tensor("exp_avg_sq")),

@@ -14,8 +14,8 @@ from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
 from ampopt_kernels.cpu.calls import CompiledAverages
 from ampopt_kernels.cpu.cpp import source_of
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.build import Library, cpp_compiler
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.tensors import arithmetic
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
@@ -83,8 +83,8 @@ def given_to(shape: tuple[int, ...], dtypes: Any, seed: int, offset: int = 0) ->
 
 def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float, ...]) -> Any:
     dtypes = tuple(t.dtype for t in tensors)
-    parts = RULE.marginals_for((both,))
-    own = Marginals.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
+    parts = RULE.row_column_states_for((both,))
+    own = RowColumnStates.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
     whole = BundleSlice(0, tensors[0].numel(), array("d", h))
     found = compiled(both, dtypes)([whole], tensors, own)
     return own, [sums.squeeze(0) for sums in found]

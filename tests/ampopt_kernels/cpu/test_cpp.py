@@ -18,8 +18,8 @@ from ampopt_kernels.cpu.bundles import BundleSlice
 from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.torch_functions import CHUNK, apply_rule
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.build import Library, cpp_compiler
+from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.tensors import arithmetic
 
@@ -62,14 +62,14 @@ def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[t
     return [*given, given[1].to(copy)] if copy is not None else given
 
 
-def marginals_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
+def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
     """Of a stack of matrices of many columns or few, if the rule reads any."""
-    if not (parts := rule.marginals_for(flags)):
+    if not (parts := rule.row_column_states_for(flags)):
         return None
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
     rows = p.numel() // columns
     shaped = p.view(-1, rows // (2 - rows % 2), columns)
-    made = Marginals.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
+    made = RowColumnStates.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
     for factor in made.factors:
         factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
     return made
@@ -79,11 +79,11 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     """What the eager backend and the C++ make of the same tensors."""
     ours, theirs = (tensors_of(rule, flags, stored, n, seed) for _ in range(2))
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
-    marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
-    beside = () if marginals is None else marginals.addresses
+    row_column_states = row_column_states_of(rule, flags, ours[1], arithmetic(*stored[:2]))
+    beside = () if row_column_states is None else row_column_states.addresses
     whole = BundleSlice(0, n, array("d", h))
     Loop(Library(source.text).load().update)([whole], ours, beside=beside)
-    apply_rule(rule, flags, theirs, whole, marginals)
+    apply_rule(rule, flags, theirs, whole, row_column_states)
     return ours, theirs, source
 
 

@@ -23,7 +23,7 @@ from ampopt_kernels.cpu.numbers import (
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.step import reciprocal
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -137,7 +137,7 @@ def test_a_sum_of_squares_is_not_finite_where_an_element_is_not(value, at, dtype
 def test_gradients_are_measured_as_torchs_operations_would(kinds, values, scale):
     work = Work(
         torch.device("cpu"),
-        rows=[Row(dtype) for dtype, _ in kinds],
+        rows=[ParamRow(dtype) for dtype, _ in kinds],
         grads=[filled((size,), dtype, values) for dtype, size in kinds],
     )
     inverse = reciprocal(scale)

@@ -19,7 +19,7 @@ from support.strategies import fewer
 
 from ampopt_kernels.decision import Request
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 sums = st.sampled_from([None, 0.0, -1.5, 3e38, float("inf"), float("nan")])
@@ -33,7 +33,7 @@ def summing(plan: Any, begun: list[float | None]) -> tuple[Work, list[Placed], l
         filled = float("nan") if number is None else number
         held = torch.full_like(grad, filled, dtype=arithmetic(grad.dtype))
         placed.append(Placed.of(held, 1))
-        rows.append(Row(grad.dtype, placed[-1].tensor, flags=(number is None,)))
+        rows.append(ParamRow(grad.dtype, placed[-1].tensor, flags=(number is None,)))
     return Work(CPU, rows, grads), placed, [grad.clone() for grad in grads]
 
 
@@ -84,7 +84,7 @@ def test_two_finite_gradients_whose_sum_is_not_are_found(engine, n, dtype):
     grad, total = torch.ones(n, dtype=dtype), torch.ones(n)
     grad[-1], total[-1] = 3e38, 3e38
     partials = ENGINES[engine]().accumulate(
-        Work(CPU, [Row(dtype, total, flags=(False,))], [grad]), request(None)
+        Work(CPU, [ParamRow(dtype, total, flags=(False,))], [grad]), request(None)
     )
     assert partials.flags_on(CPU).any()
     assert total.tolist() == [2.0] * (n - 1) + [float("inf")]

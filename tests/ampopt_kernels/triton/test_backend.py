@@ -19,7 +19,7 @@ from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.update import update_kernel
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)
@@ -93,7 +93,7 @@ def test_every_chunk_once(plan):
 )
 def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     grads = [torch.empty(1, dtype=dtype).expand(n) for n in sizes]
-    work = Work(CPU, [Row(dtype) for _ in grads], grads)
+    work = Work(CPU, [ParamRow(dtype) for _ in grads], grads)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "CHUNK", 1 << 12)

@@ -9,12 +9,12 @@ from support.kernel_rows import CPU
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.marginals import Marginals, sums_of
+from ampopt_kernels.row_column_states import RowColumnStates, sums_of
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import launch
 from ampopt_kernels.triton.lines import line_kernel, line_launches
-from ampopt_kernels.work import Row, Work
+from ampopt_kernels.work import ParamRow, Work
 
 MATRIX = (False, False)
 LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([16, 48, 70, 300]))
@@ -25,10 +25,10 @@ def matrix(shape, dtype, shift):
     """A row of Adafactor's, and its gradient, of whole numbers, whose sums are exact."""
     n = torch.Size(shape).numel()
     whole = (torch.arange(n + shift) * 7 % 11 - 5).to(dtype)[shift:].view(shape)
-    parts = rules.adafactor.marginals_for(MATRIX)
+    parts = rules.adafactor.row_column_states_for(MATRIX)
     states = [torch.zeros(part.beside(shape)) for part in parts]
-    own = Marginals.of(parts, states, whole, torch.float32, shape[-2:])
-    return Row(dtype, param=whole.clone(), flags=MATRIX, marginals=own), whole
+    own = RowColumnStates.of(parts, states, whole, torch.float32, shape[-2:])
+    return ParamRow(dtype, param=whole.clone(), flags=MATRIX, row_column_states=own), whole
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Marginals: states with one value for each row, or column, of a parameter, as Adafactor has them.
+"""States with one value for each row, or each column, of a parameter, as Adafactor has them.
 
 A step sums terms over rows and columns (:func:`sums_of`), divides the sums by the lengths, and
 computes new states and *factors* from these means (:func:`advance`). ``reduce`` and ``update`` read
@@ -26,7 +26,7 @@ from ampopt_kernels.tensors import widest
 __all__ = [
     "EVEN",
     "LineSums",
-    "Marginals",
+    "RowColumnStates",
     "advance",
     "advance_stack",
     "sums_of",
@@ -46,7 +46,7 @@ once."""
 
 
 @dataclass
-class Marginals:
+class RowColumnStates:
     """The row and column states of one parameter, which has two dimensions or more.
 
     Attributes:
@@ -76,8 +76,8 @@ class Marginals:
         dtype: torch.dtype,
         size: tuple[int, int],
         shard: Any = None,
-    ) -> "Marginals":
-        """The marginals of ``param``, with factors of 0.
+    ) -> "RowColumnStates":
+        """The row and column states of ``param``, with factors of 0.
 
         Args:
             parts: the declaration of each state.
@@ -89,7 +89,7 @@ class Marginals:
         """
         shape = tuple(param.shape)
         factors = [torch.zeros(p.beside(shape), dtype=dtype, device=param.device) for p in parts]
-        return Marginals(parts, tuple(states), tuple(factors), shape, size, shard)
+        return RowColumnStates(parts, tuple(states), tuple(factors), shape, size, shard)
 
     @property
     def numel(self) -> int:
@@ -149,7 +149,7 @@ class Marginals:
 
 def advance(
     rule: Rule,
-    several: Sequence[Marginals],
+    several: Sequence[RowColumnStates],
     flags: tuple[bool, ...],
     sums: Sequence[Tensor],
     h: Sequence[Sequence[Any]],
@@ -159,7 +159,7 @@ def advance(
 
     Args:
         rule: the update rule.
-        several: marginals of parameters of one shape; only one if it is sharded.
+        several: the row and column states of parameters of one shape; only one if it is sharded.
         flags: values of ``rule.flags``.
         sums: for each state, the results of :func:`sums_of` for all of ``several``, joined in
             dimension 0; all-reduced if the parameter is sharded.
@@ -188,7 +188,7 @@ def advance(
 
 def advance_stack(
     rule: Rule,
-    several: Sequence[Marginals],
+    several: Sequence[RowColumnStates],
     flags: tuple[bool, ...],
     sums: Sequence[Tensor],
     h: Tensor,
@@ -229,7 +229,7 @@ def advance_stack(
 
 def sums_of(
     rule: Rule,
-    own: Marginals,
+    own: RowColumnStates,
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
     h: Sequence[Any],
@@ -238,7 +238,7 @@ def sums_of(
 
     Args:
         rule: the update rule.
-        own: marginals of one parameter.
+        own: the row and column states of one parameter.
         flags: values of ``rule.flags``.
         tensors: gradient, parameter and elementwise states of the shard, all contiguous.
         h: the reciprocal of the loss scale, the clip coefficient, then what ``reduce`` takes as

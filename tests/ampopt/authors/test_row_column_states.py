@@ -159,15 +159,15 @@ def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
 def test_on_a_device_a_skip_is_selected():
     from ampopt_kernels.decision import Request
     from ampopt_kernels.eager import Eager
-    from ampopt_kernels.marginals import Marginals
+    from ampopt_kernels.row_column_states import RowColumnStates
     from ampopt_kernels.step import run
-    from ampopt_kernels.work import Row, Work
+    from ampopt_kernels.work import ParamRow, Work
 
     p, average = torch.ones(2, 3), torch.zeros(2, 3)
     states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]
-    parts = RULE.marginals_for((False, False))
-    made = Marginals.of(parts, states, p, torch.float32, (2, 3))
-    row = Row(p.dtype, p, (average,), flags=(False, False), marginals=made)
+    parts = RULE.row_column_states_for((False, False))
+    made = RowColumnStates.of(parts, states, p, torch.float32, (2, 3))
+    row = ParamRow(p.dtype, p, (average,), flags=(False, False), row_column_states=made)
     for bad, kept in ((float("inf"), True), (0.0, False)):
         before = [t.clone() for t in (p, average, *states)]
         work = Work(p.device, [row], [torch.full((2, 3), 1.0 + bad)], RULE, [[0.25, 0.75]])
@@ -308,7 +308,7 @@ def _summed(p, g, state, h, flags):
         ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
         (
             {"factors": lambda means, state, h, flags: (means, h[9])},
-            r"test_marginals.py:\d+.*h\[9\]",
+            r"test_row_column_states.py:\d+.*h\[9\]",
         ),
         ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
         ({"factors": lambda m, state, h, flags: (m, (m[0] / m[0].mean(), m[1]))}, "in a stack"),
