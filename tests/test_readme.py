@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.readme import GUIDES, PAGES, README, ROOT, blocks, headings, run
+from support.readme import GUIDES, INDEX, PAGES, README, ROOT, blocks, headings, run
 
 import ampopt
 import ampopt_kernels
+
+INTO_THE_REPOSITORY = re.compile(r"\]\(https://[^)]+/ampopt/ampopt/(?:blob/)?main/([^)]+)\)")
+"""A link to a file of the repository by its address, as pyproject.toml has it."""
 
 PRINTED = {
     "The swap": [],
@@ -197,10 +200,25 @@ def test_every_block_is_run():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
-        path, _, anchor = link.partition("#")
-        target = in_package(page.parent / path) if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in map(anchor_of, headings(target)), link
+        check_link(link, page)
+
+
+@pytest.mark.parametrize("guide", [*GUIDES, INDEX], ids=lambda guide: guide.stem)
+def test_links_of_a_guide_work_in_an_installed_package(guide):
+    """The package contains the folder of guides alone: links to other files are addresses."""
+    text = guide.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        assert "/" not in link, f"{link} is not in the package: link to its address"
+    for link in INTO_THE_REPOSITORY.findall(text):
+        check_link(link, README)
+
+
+def check_link(link, page):
+    """Fail unless the file and the heading exist that ``link``, relative to ``page``, leads to."""
+    path, _, anchor = link.partition("#")
+    target = in_package(page.parent / path) if path else page
+    assert target.exists(), link
+    assert not anchor or anchor in map(anchor_of, headings(target)), link
 
 
 def in_package(path):
@@ -219,9 +237,8 @@ def anchor_of(heading):
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_a_guide_is_found_from_readme_and_index_and_says_for_whom_it_is(guide):
     """The index has each guide's title and its first sentence, word for word."""
-    index = guide.parent / "README.md"
     assert f"](examples/guides/{guide.name})" in README.read_text(encoding="utf-8")
     title, who, _ = guide.read_text(encoding="utf-8").split("\n\n", 2)
     assert who.startswith("For ")
     entry = f"- [{title.removeprefix('# ')}]({guide.name}). {who}"
-    assert " ".join(entry.split()) in " ".join(index.read_text(encoding="utf-8").split())
+    assert " ".join(entry.split()) in " ".join(INDEX.read_text(encoding="utf-8").split())

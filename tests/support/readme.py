@@ -5,13 +5,12 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GUIDES", "PAGES", "README", "ROOT", "blocks", "headings", "run"]
+__all__ = ["GUIDES", "INDEX", "PAGES", "README", "ROOT", "blocks", "headings", "run"]
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-GUIDES = sorted(
-    path for path in (ROOT / "examples" / "guides").glob("*.md") if path.name != "README.md"
-)
+INDEX = ROOT / "examples" / "guides" / "README.md"
+GUIDES = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
 PAGES = [*ROOT.glob("*.md")] + [
     page for folder in ("ampopt", "kernels", "examples") for page in (ROOT / folder).rglob("*.md")
 ]
