@@ -166,5 +166,10 @@ class Sophia(Transcribed):
 
 
 def transcribed(name: str) -> type[Transcribed]:
-    """The class of that name."""
+    """The transcription of the optimizer ``name``, which torch lacks."""
+    if name not in globals():
+        raise LookupError(
+            f"the contract of {name} compares it with a transcription, and this file has none: add "
+            "one, or set continuous = False, for an optimizer that steps by signs"
+        )
     return globals()[name]
