@@ -1,10 +1,7 @@
 """Patches of Triton's interpreter that cache what it would compute again at each call."""
 
-import dataclasses
 import functools
 from typing import Any
-
-from torch import Tensor
 
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
@@ -12,25 +9,22 @@ __all__ = ["make_it_quick"]
 
 
 def make_it_quick() -> None:
-    """Apply the patches if the interpreter is in use; each function below is one of them.
+    """Apply both patches if the interpreter is in use. Results stay the same.
 
-    Results stay the same. Tests of the triton backend take less than half of the time.
+    They save 200 seconds of CPU time, so about 100 seconds of the whole suite on two cores.
+    Measured on 2,136 tests of the triton backend with Triton 3.9.0: 75 seconds with both patches,
+    192 without the cache of operations, and 277 without either.
     """
     if not (HAS_TRITON and INTERPRETED):
         return
     _remember_operations()
     _remember_replacements()
-    _remember_parameters()
-    _remember_dtypes()
-    _leave_overflows_unseen()
-    _leave_sizes_unchecked()
-    _ask_tuples_for_types_later()
 
 
 def _remember_operations() -> None:
     """Cache what an operation does for operands of the same types.
 
-    It takes half of the time of a small kernel; see ``support.remembered_operations``.
+    See ``support.remembered_operations``.
     """
     from triton.runtime import interpreter
 
@@ -49,8 +43,9 @@ def _remember_operations() -> None:
 def _remember_replacements() -> None:
     """Cache what the interpreter replaces in the language when a function is called.
 
-    It puts the same replacements in for each call, and none if the calling kernel has already done
-    so.
+    At each call of a kernel or function, the interpreter finds out which functions of ``tl`` it has
+    to replace by its own. This patch puts in the same ones again, and none if the calling kernel
+    has put them in.
     """
     from triton.runtime import interpreter
 
@@ -80,104 +75,3 @@ def _remember_replacements() -> None:
         return scope
 
     ours._patch_lang = patch_lang
-
-
-def _remember_parameters() -> None:
-    """Cache which parameters of a kernel are constexpr, and launch on CPU memory directly.
-
-    The interpreter asks each tensor whether it has to be copied from and to another device.
-    """
-    from triton.runtime import interpreter
-
-    ours: Any = interpreter
-    kernel: Any = ours.InterpretedFunction
-    original = kernel.run
-    builder = ours.interpreter_builder
-    constants: dict[Any, list[str]] = {}
-
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        by_name = not args and named.keys() == set(self.arg_names)
-        elsewhere = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in named.values())
-        if not by_name or elsewhere or warmup or self.pre_run_hooks or len(grid) != 1:
-            return original(self, *args, grid=grid, warmup=warmup, **named)
-        function = self.rewrite()
-        if function not in constants:
-            constants[function] = ours.GridExecutor(function, self.arg_names, grid).constexprs
-        constant = constants[function]
-        scope = ours._patch_lang(function)
-        try:
-            given = {k: x if k in constant else ours._implicit_cvt(x) for k, x in named.items()}
-            builder.set_grid_dim(*grid, 1, 1)
-            for x in range(*grid):
-                builder.set_grid_idx(x, 0, 0)
-                function(**given)
-        except Exception as error:
-            raise ours.InterpreterError(repr(error)) from error
-        finally:
-            scope.restore()
-
-    kernel.run = run
-
-
-def _remember_dtypes() -> None:
-    """Cache NumPy's dtype for each of Triton's; the original builds a table at each call."""
-    from triton.runtime import interpreter
-
-    ours: Any = interpreter
-    original = ours._get_np_dtype
-    known: dict[Any, Any] = {}
-
-    @functools.wraps(original)
-    def get_np_dtype(dtype: Any) -> Any:
-        key = type(dtype), dtype.name
-        if key not in known:
-            known[key] = original(dtype)
-        return known[key]
-
-    ours._get_np_dtype = get_np_dtype
-
-
-def _leave_overflows_unseen() -> None:
-    """Do not compute integer sums twice to detect overflows, which only debug mode reports."""
-    from triton.runtime import interpreter
-
-    builder: Any = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-
-def _leave_sizes_unchecked() -> None:
-    """Do not check that an array has its type's width, which the result of every operation has."""
-    from triton.runtime import interpreter
-
-    handle: Any = interpreter.TensorHandle
-
-    def init(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-        self.data, self.dtype = data, dtype
-        self.attr = {} if attr is None else attr
-
-    handle.__init__ = init
-
-
-def _ask_tuples_for_types_later() -> None:
-    """Compute the type of a tuple when it is read: most tuples are only indexed or joined."""
-    from triton.language import core
-
-    ours: Any = core
-    make_type, original = ours._type_for_tuple_values, ours.tuple.__init__
-
-    class Type:
-        """Makes it once; what an instance has comes first."""
-
-        def __get__(self, owner: Any, _: Any = None) -> Any:
-            return vars(owner).setdefault("type", make_type(owner.values))
-
-    @functools.wraps(original)
-    def init(self: Any, args: Any, type: Any = None) -> None:
-        if type is None:
-            self.values = list(args)
-        else:
-            original(self, args, type)
-
-    ours.tuple.type, ours.tuple.__init__ = Type(), init

@@ -20,16 +20,16 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def plain_interpreter() -> Iterator[None]:
-    """Triton's, with its own operations and launches."""
+    """Undo both patches, and interpret kernels within the block as Triton does."""
     from triton.runtime import interpreter
 
     ours: Any = interpreter
-    quick = [(ours, "_patch_attr"), (ours, "_patch_lang"), (ours.InterpretedFunction, "run")]
+    quick = ("_patch_attr", "_patch_lang")
     with pytest.MonkeyPatch.context() as patch, compiler():
-        for owner, name in quick:
-            original = inspect.unwrap(getattr(owner, name))
+        for name in quick:
+            original = inspect.unwrap(getattr(ours, name))
             assert original.__module__ == ours.__name__
-            patch.setattr(owner, name, original)
+            patch.setattr(ours, name, original)
         yield
 
 
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def trained(make: Any) -> Any:
-    """All that an optimizer holds after steps, of which one is skipped and one is clipped."""
+    """The bits of an optimizer, its scale and its watch after three steps: one skips, one clips."""
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     params = [torch.nn.Parameter(torch.randn(3, 50).to(dtype)) for dtype in dtypes]
@@ -65,26 +65,26 @@ def trained(make: Any) -> Any:
 def test_optimizers_step_alike(backend, name):
     with plain_interpreter():
         expected = trained(OPTIMIZERS[name])
-    for _ in range(2):  # the first time it is listened to
+    for _ in range(2):  # the first time, the builder's calls are recorded
         assert trained(OPTIMIZERS[name]) == expected
 
 
 NUMBERS = (0.0, -0.0, 1, 1.0, True, 1.5, -3, 2**31)
-"""Some that Python takes for equal: 0.0 and -0.0; 1, 1.0 and True."""
+"""Some of them are equal in Python, and not for an operation: 0.0 and -0.0; 1, 1.0 and True."""
 OPERATIONS: dict[str, Any] = {
     "multiply": lambda: tl.tensor.__mul__,
     "divide from": lambda: tl.tensor.__rtruediv__,
     "compare": lambda: tl.tensor.__le__,
     "maximum": lambda: tl.maximum,
     "convert": lambda: tl.cast,
-    "spread two": lambda: tl.broadcast,
+    "broadcast two": lambda: tl.broadcast,
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_give_the_same(name, dtype):
-    """Of other tensors than those that they were listened to with, too."""
+    """Also for other tensors than those of the call that was recorded."""
     from triton.runtime import interpreter
 
     from support.remembered_operations import remembering
@@ -123,15 +123,15 @@ def _spread(out, numbers):
     tl.store(out + 4 * tl.arange(0, 2)[:, None] + tl.arange(0, 4)[None, :], column + column * 1)
 
 
-def test_what_is_narrower_is_spread():
+def test_a_column_is_broadcast():
     out = torch.zeros(2, 4)
     _spread[(1,)](out, torch.tensor([1.0, 2.0]))
     assert out.tolist() == [[2.0] * 4, [4.0] * 4]
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_adds_to_memory_is_done_once_a_launch(n):
-    """Also the first time, when it is listened to."""
+def test_an_atomic_add_is_done_once_in_each_program(n):
+    """Also the first time, when the builder's calls are recorded."""
 
     @kernel
     def count(out):
@@ -143,8 +143,8 @@ def test_what_adds_to_memory_is_done_once_a_launch(n):
     assert out.item() == 2 * n
 
 
-def test_the_same_of_the_language_is_replaced():
-    """At the first launch and later, and put back; within a kernel, where it is, nothing is."""
+def test_the_interpreters_own_replacements_are_put_in_and_taken_out():
+    """At the first launch and at later ones; a call within a kernel replaces nothing again."""
     from triton.runtime import interpreter
 
     ours: Any = interpreter
@@ -165,14 +165,3 @@ def test_the_same_of_the_language_is_replaced():
         scope.restore()
     assert found == [expected] * 3
     assert (dict(vars(tl)), dict(vars(tl.tensor))) == before
-
-
-def test_tuples_have_their_types():
-    from triton.language import core
-
-    ours: Any = core
-    pair = ours.tuple([1, ours.float32])
-    assert pair.type == ours.tuple_type([ours.constexpr_type(1), ours.constexpr_type(ours.float32)])
-    assert pair.type is pair.type
-    named = ours.tuple([1], ours.tuple_type([ours.constexpr_type(1)], ["one"]))
-    assert named.type.fields == ["one"] and named.one == 1
