@@ -25,11 +25,11 @@ INF = float("inf")
 
 DECAYS = st.none() | st.sampled_from([0.0, 0.3, 0.5, 0.75, 0.999, 1.0])
 HISTORIES = st.lists(st.booleans(), min_size=1, max_size=5)
-"""Of steps: whether each overflows."""
+"""For each step, whether it overflows."""
 
 
 class Net(nn.Module):
-    """Parameters of two shapes, and buffers that every forward pass changes."""
+    """A model with parameters of two shapes, and buffers that every forward pass changes."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -81,7 +81,7 @@ def with_our_scaler(optimizer: Any) -> None:
 
 
 def agree(average: AveragedModel, theirs: AveragedModel, decay: float | None) -> bool:
-    """Bit for bit; but for the mean, which torch computes otherwise on the CPU than elsewhere."""
+    """Whether averages agree: bitwise; the plain mean, which torch rounds differently, nearly."""
     if decay is not None:
         return state(average) == state(theirs)
     dtypes = {p.dtype for p in average.parameters()}
@@ -177,8 +177,8 @@ def test_operations_do_not_grow_with_the_number_of_parameters(layer, decay, use_
     assert operations(6).total() <= at_most
 
 
-class LayoutGuard(nn.Module):
-    """Parameters in several layouts, with values that an interpolation of weight 0 changes."""
+class ManyLayouts(nn.Module):
+    """Parameters in several layouts, with values that an interpolation of weight 0 would change."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -197,9 +197,9 @@ class LayoutGuard(nn.Module):
     ("dtype", "use_buffers"), [(torch.float32, True), (torch.float64, False), (torch.half, True)]
 )
 def test_any_layout_and_any_value(monkeypatch, dtype, use_buffers, batch_bytes):
-    """In batches of one average, of a few and of all; a skipped step changes no NaN and no -0.0."""
+    """With batches of one, several and all tensors. A skipped step keeps each NaN and -0.0."""
     monkeypatch.setattr(averaging, "_BATCH_BYTES", batch_bytes)
-    model = LayoutGuard(dtype)
+    model = ManyLayouts(dtype)
     optimizer = ampopt.SGD(model.parameters(), lr=0.0)
     average = ampopt.averaged(model, optimizer, 0.25, use_buffers=use_buffers)
     theirs = torchs(model, 0.25)
@@ -277,7 +277,7 @@ def test_arguments_that_have_no_effect_are_refused(options, error, text):
 
 
 def averaged_by_parts() -> Any:
-    """The averages of a model in shards and of a whole one, and what is refused."""
+    """Averages of a sharded model and of a whole one, and the errors of calls that are refused."""
     from torch.distributed.fsdp import fully_shard
 
     mesh, refused = mesh_of(2), []

@@ -35,7 +35,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be impor
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is chosen, and nothing known, before each test and after it."""
+    """Start each test without a chosen backend, and without cached ones."""
     monkeypatch.setattr(backends, "_chosen", None)
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
     backends._cpu_backend.cache_clear()
@@ -161,7 +161,7 @@ def test_each_device_has_its_backend(name, device, kind):
 
 
 class Compiler:
-    """In place of libraries: compilers that were started, and those that have been done since."""
+    """Fakes compiled libraries: records those that were started, and completes them on demand."""
 
     def __init__(self) -> None:
         self.started: list[Any] = []
@@ -190,7 +190,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Of rules; the loops over numbers are compiled as ever, before."""
+    """A fake compiler of rules; the loops over numbers are compiled before, as usual."""
     numbers.loops()
     faked = Compiler()
     monkeypatch.setattr(compiled, "Library", faked.library)
@@ -225,7 +225,7 @@ def test_auto_starts_the_compiler_in_the_first_step_of_many_elements(compiler, m
 
 
 class Clock:
-    """Shows a second more at each look."""
+    """A clock that advances by a second whenever it is read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -238,7 +238,7 @@ class Clock:
 @needs_compiler
 @given(st.integers(0, 8), st.sampled_from([None, 0.5]), st.integers(1, 7))
 def test_results_do_not_depend_on_when_auto_changes_the_backend(change, max_norm, save):
-    """Eager up to there, with a save and a load on the way that changes nothing."""
+    """The eager backend runs up to step ``change``; a save and a load in between change nothing."""
 
     def train(changes_at: int, saves_at: int = 0) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -291,7 +291,7 @@ def test_a_rule_that_others_round_is_compiled_at_its_first_step(compiler):
 
 @needs_compiler
 def test_sums_over_rows_and_columns_are_compiled_at_the_first_step(compiler):
-    """Their order of adding is not torch's, and else a run would depend on the clock."""
+    """Compiled sums add in another order than torch, so results would depend on the time."""
     ampopt.set_backend("auto")
     runs = []
     for compiler.done in (False, True):
@@ -352,7 +352,7 @@ def test_a_compiler_that_fails_is_an_error_under_compiled(compiler):
 
 @pytest.fixture
 def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The folder of the user's cache, which other users may write; the others are the test's."""
+    """A cache folder of the user that others may write to; temporary files are in another one."""
     if os.name != "posix":
         pytest.skip("files here have no owner and no mode")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -426,7 +426,7 @@ def test_without_a_compiler_auto_is_eager_with_the_same_results(monkeypatch):
 
 
 def change_everything(optimizer: Any, param: Parameter) -> None:
-    """Steps that differ in all that may differ without another kernel."""
+    """Take steps that differ in all that needs no other kernel."""
     group = optimizer.param_groups[0]
     scale = ampopt.DynamicLossScale(init_scale=2.0**8, growth_interval=1)
     for step in range(1, 5):
@@ -448,7 +448,7 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_c(compiler):
 
 @needs_triton
 def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatch):
-    """Every launch of a step is compiled for what the first one was: constants and types."""
+    """All launches have the constants and types of the first one."""
     launches: list[Any] = []
 
     def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -474,7 +474,7 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatc
     "scale", [2.0, ampopt.DynamicLossScale(init_scale=2.0)], ids=["number", "dynamic"]
 )
 def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
-    """Theirs may be on streams that do not wait for one another."""
+    """Optimizers may be on different streams, which do not wait for each other."""
     read: list[set[int]] = []
 
     def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ampopt_kernels.native import build, cache
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
-    """Nothing is chosen, and the caches are the test's own."""
+    """Start each test without a chosen backend, and with empty caches of its own."""
     monkeypatch.setattr(backends, "_chosen", None)
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -32,7 +32,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
 
 
 def line(beginning: str) -> str:
-    """What the report says behind ``beginning``."""
+    """The rest of the report's line that begins with ``beginning``."""
     (found,) = [
         line.strip().removeprefix(beginning)
         for line in environment.report().splitlines()

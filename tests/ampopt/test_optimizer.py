@@ -138,7 +138,7 @@ def test_results_are_named_tuples(param):
 
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 def test_step_is_torchs_step(cls):
-    """Same closures, same return value, with or without the control points around it."""
+    """Closures and return values are those of torch, also between calls of other methods."""
     param = Parameter(torch.ones(2))
     optimizer = cls([param])
     assert optimizer.step() is None
@@ -207,7 +207,7 @@ def test_copies_step_as_the_original_does(cls, duplicate):
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_second_backward_pass_after_a_step_is_refused(param, cls):
-    """As after torch's step, the gradients would be those of other parameters."""
+    """The gradients would be those of other parameters, as after torch's step."""
     optimizer = cls([param], lr=0.5)
     loss = param.square().sum()
     optimizer.unscale_and_step(grads_scaled_by=2.0)
@@ -218,7 +218,7 @@ def test_a_second_backward_pass_after_a_step_is_refused(param, cls):
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_second_backward_pass_after_a_skip_works_on_the_cpu(param, cls):
-    """It works under torch's scaler, too. In a closure, it works after any skip."""
+    """As with torch's scaler. In a closure, it works after any skip."""
     optimizer = cls([param], lr=0.5)
     loss = param.square().sum()
 

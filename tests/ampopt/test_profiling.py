@@ -25,7 +25,7 @@ def eager():
 
 @pytest.fixture
 def on_a_device(eager, monkeypatch):
-    """CPU tensors at which the host may not look, as on an accelerator."""
+    """CPU tensors that the host must not read, as on an accelerator."""
     device = Eager()
     monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: device)
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 INF, NAN = float("inf"), float("nan")
 SIZES = (3, 0, 5000, 1, 20000, 4)
-"""Bundled and alone on the CPU, and of one and of several programs on an accelerator."""
+"""Sizes that the CPU bundles, and others; sizes of one program of an accelerator, and of more."""
 NAMES = [f"layer{i}.weight" for i in range(len(SIZES))]
 
 
@@ -108,7 +108,7 @@ def test_names_or_places_of_exactly_those_that_overflow_once_unscaled(
     ("bad", "kept"), [([(2,), (), (0, 4)], 1), ([(2,), (0, 2)], 0), ([(), ()], 2)]
 )
 def test_a_micro_batch_that_is_left_out_is_named_too(bad, kept, backend):
-    """Also where the step is taken; and nothing else where none is left."""
+    """Also if the step is applied. No other parameter is named, also if no micro-batch is kept."""
     optimizer, params = made(ampopt.SGD)
     for places in bad:
         give(params, places)

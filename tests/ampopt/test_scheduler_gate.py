@@ -35,7 +35,7 @@ def sequential(optimizer: Any) -> Any:
 
 
 class EveryStep(schedulers.LRScheduler):
-    """Of someone's own, with state and a hyperparameter of its own making."""
+    """A scheduler as users write them, with a state and a hyperparameter of its own."""
 
     def __init__(self, optimizer: Any) -> None:
         self.seen: list[int] = []
@@ -73,7 +73,7 @@ every_scheduler = pytest.mark.parametrize("name", MAKE)
 def made(
     cls: Any = ampopt.SGD, tensor_lr: bool = False, **options: Any
 ) -> tuple[Any, list[Parameter]]:
-    """An optimizer of two groups, the second with another learning rate."""
+    """An optimizer of two groups with different learning rates."""
     params = [Parameter(torch.tensor([0.5, -1.5])) for _ in range(2)]
     lrs = [torch.tensor(lr, dtype=torch.float64) if tensor_lr else lr for lr in (0.5, 0.25)]
     if cls is ampopt.SGD:
@@ -116,13 +116,13 @@ def arguments(name: str, number: int) -> tuple[float, ...]:
 
 
 def groups_of(optimizer: Any) -> Any:
-    """What schedulers write."""
+    """The entries of param groups that schedulers write."""
     others = ("params", "step")
     return bits([{k: v for k, v in g.items() if k not in others} for g in optimizer.param_groups])
 
 
 def steps_of(scheduler: Any) -> int:
-    """How far it is; ``ChainedScheduler`` does not count."""
+    """The count of the scheduler; of the first one in a ``ChainedScheduler``, which has none."""
     behind = getattr(scheduler, "scheduler", scheduler)
     if isinstance(behind, schedulers.ChainedScheduler):
         behind = behind._schedulers[0]
@@ -130,7 +130,7 @@ def steps_of(scheduler: Any) -> int:
 
 
 def calls() -> st.SearchStrategy[list[bool | None]]:
-    """Calls of a gate: whether the step before each overflows; ``None`` for no step."""
+    """For each call of a gate: whether the step before it overflows; ``None`` for no step."""
     return st.lists(st.sampled_from([False, False, True, None]), min_size=1, max_size=12)
 
 
@@ -314,7 +314,7 @@ def test_no_call_waits_for_the_last_steps(monkeypatch):
 
 
 class Event:
-    """Of a device that is simulated: says when the host has waited for it."""
+    """A fake event of a device. It records that the host has waited for it."""
 
     waited: list["Event"] = []
 
@@ -457,7 +457,7 @@ def test_a_gate_is_a_scheduler_with_the_attributes_of_its_scheduler():
 
 
 def test_what_is_assigned_to_a_gate_is_assigned_to_its_scheduler():
-    """Torch's ``SequentialLR`` assigns to schedulers, and so does torchtitan when it resumes."""
+    """Torch's ``SequentialLR`` assigns to schedulers, and torchtitan does when it resumes."""
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.LambdaLR(optimizer, lambda count: 0.5**count))
     gate.last_epoch = 5
@@ -505,7 +505,7 @@ def test_a_delay_out_of_range_is_refused(delay):
 
 
 def test_the_steps_of_an_optimizer_in_a_wrapper_are_seen():
-    """Accelerate makes schedulers of its wrapper, which has no hooks of its own."""
+    """Accelerate makes schedulers of its wrapper, which has no step hooks."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):

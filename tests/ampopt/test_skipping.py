@@ -72,7 +72,7 @@ def test_a_large_norm_is_skipped_bitwise_and_the_scale_stays(cls, split):
 
 
 def end(optimizer: Any, split: bool, **given: Any) -> Any:
-    """The control points that end a window."""
+    """Step, in one call or in two."""
     if split:
         optimizer.unscale(**given)
         return optimizer.step_after_unscale()
@@ -289,7 +289,7 @@ def test_deviations_are_those_of_the_steps_that_were_taken(norms, deviations, wa
 
 
 class Olmo:
-    """OLMo-core's, in plain Python."""
+    """OLMo-core's check, in plain Python."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -305,7 +305,7 @@ class Olmo:
 
 
 class LlmC:
-    """llm.c's, in plain Python, with a threshold of 3."""
+    """llm.c's check in plain Python, with a threshold of 3."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

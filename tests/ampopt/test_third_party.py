@@ -29,16 +29,16 @@ INF = float("inf")
 
 @pytest.fixture(autouse=True)
 def checked_sparse_tensors():
-    """Without this, torch 2.11 warns of sparse tensors that it makes itself."""
+    """Torch 2.11 warns of sparse tensors that it makes itself, unless checks are enabled."""
     with torch.sparse.check_sparse_tensor_invariants():
         yield
 
 
 class Sign(torch.optim.Optimizer):
-    """Someone's optimizer: steps by the sign of a mean, and counts steps in a tensor."""
+    """A third-party optimizer: it steps by the sign of a mean, and counts steps in a tensor."""
 
     def __init__(self, params: Any, lr: float = 0.25, *, decay: float = 0.5) -> None:
-        """Take the settings."""
+        """Store the hyperparameters."""
         super().__init__(params, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ def set_gradients(optimizer: Any, *numbers: float) -> None:
 
 
 def works(optimizer: Any, original: Any) -> None:
-    """Steps as ``original`` does under a scale, and skips."""
+    """Check that ``optimizer`` steps like ``original`` under a scale, and skips."""
     for numbers in ((1.0, -2.0), (-0.5, 0.25), (-1.0, -1.0)):
         set_gradients(optimizer, *(8 * number for number in numbers))
         set_gradients(original, *numbers)
@@ -168,7 +168,7 @@ def test_classes_and_instances_are_pickled_and_copied():
 
 
 class DerivedFromExtended(extend(Sign)):
-    """Someone's subclass of an extended class, found by its name."""
+    """A subclass of an extended class, which pickle finds by its name."""
 
 
 def test_a_class_derived_from_an_extended_one_is_pickled_by_its_name():
@@ -257,7 +257,7 @@ class AnyArguments(Sign):
 
 
 class Attributes(Sign):
-    """Sets names that one might think of."""
+    """Sets attributes with names that ampopt might use."""
 
     def __init__(self, params: Any) -> None:
         self._device, self._scale, self._zero, self._plan = torch.device("cpu"), 0.5, None, 2
@@ -279,7 +279,7 @@ class StepsAtOnce(Sign):
 
 
 class OtherMethods(Sign):
-    """Methods of torch's with other signatures."""
+    """Overrides torch's methods with other signatures."""
 
     def zero_grad(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -295,7 +295,7 @@ class OtherMethods(Sign):
 
 
 class AddsInLoading(Sign):
-    """Makes of an older checkpoint a newer one."""
+    """Converts state of older checkpoints when it is loaded."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -311,23 +311,23 @@ class AddsInLoading(Sign):
 
 
 class OwnFlag(Sign):
-    """Wants the scaler to look at the flag."""
+    """Asks torch's scaler to read the flag."""
 
     _step_supports_amp_scaling = False
 
 
 class AbstractFirst(abc.ABC, Sign):
-    """Lays out its instances after a base that no optimizer is, as interfaces have it."""
+    """Has a base class before the optimizer's, as implementations of interfaces have."""
 
 
 class Slots(Sign):
-    """Has room of its own in its instances."""
+    """Declares slots for its instances."""
 
     __slots__ = ("more",)
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Lookahead-like: another optimizer does the work, and has the groups and the state."""
+    """Lets another optimizer do the work, as Lookahead does, and shares its groups and state."""
 
     def __init__(self, params: Any) -> None:
         self.inner, self.count = Sign(params), 0
@@ -507,13 +507,13 @@ class Multiplications(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """See the mode."""
+        """Count the operation, and run it."""
         self.count += func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten._foreach_mul_)
         return func(*args, **(kwargs or {}))
 
 
 class Nothing(torch.optim.Optimizer):
-    """Leaves its parameters alone, so that whatever is multiplied is not by its step."""
+    """Changes no parameter, so that no multiplication comes from its step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -678,7 +678,7 @@ def test_an_optimizer_of_torchs_is_patched_in_the_middle_of_a_training(cls, hist
 @pytest.mark.parametrize("scaled", [False, True])
 def test_schedulers_and_hooks_stay(when, scaled):
     class NewSign(Sign):
-        """Whose extended class has made no instance, at which torch puts hooks around its step."""
+        """Has an extended class without instances; torch wraps its step at the first one."""
 
     optimizer: Any = NewSign(some_params(), lr=1.0)
     calls: list[str] = []
@@ -710,7 +710,7 @@ def test_schedulers_and_hooks_stay(when, scaled):
 @pytest.mark.parametrize("cls", [Sign, torch.optim.SGD, torch.optim.Muon], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_methods_set_on_the_instance_stay(cls, scheduled):
-    """Also where it ends in the step of the class that it was."""
+    """Also if the method calls the step of the optimizer's original class."""
     optimizer, clean = (cls([Parameter(torch.ones(2, 2))], lr=0.5) for _ in range(2))
     taken: list[int] = []
     original = optimizer.step

@@ -18,14 +18,14 @@ from ampopt.testing.no_sync import assert_no_sync
 
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 INF = float("inf")
 NAN = float("nan")
 CLASSES: tuple[Any, ...] = (*SOME_RULES, Plain, HostCounted)
 
 Gradients = Sequence[Sequence[float] | None]
-"""Of every parameter, one after another."""
+"""For each parameter, its gradient as numbers."""
 
 
 def numbers(n: int) -> st.SearchStrategy[tuple[float, ...]]:
@@ -33,7 +33,7 @@ def numbers(n: int) -> st.SearchStrategy[tuple[float, ...]]:
 
 
 def finite(optimizers: int) -> st.SearchStrategy[list[tuple[float, ...] | None]]:
-    """Gradients of two parameters for each optimizer, not all absent."""
+    """Gradients of two parameters for each optimizer; at least one of them is present."""
     one = st.none() | numbers(2)
     return st.lists(one, min_size=2 * optimizers, max_size=2 * optimizers).filter(any)
 
@@ -69,7 +69,7 @@ def all_of(optimizers: Sequence[Any]) -> Any:
 
 
 def as_before(before: Any, after: Any) -> bool:
-    """Nothing has changed; what a skipped first step makes of the state is judged by later ones."""
+    """Whether nothing has changed. State that a skipped first step has made is not compared."""
     states = ((x["state"], y["state"]) for x, y in zip(before, after, strict=True))
     return [{**x, "state": None} for x in before] == [{**y, "state": None} for y in after] and all(
         old is None or old == new for x, y in states for old, new in zip(x, y, strict=True)
@@ -194,7 +194,7 @@ def test_masters_and_float64_beside_float32():
 def test_sums_of_each_are_as_those_of_one_optimizer(
     cls, micro_batches, accumulating, overflow, max_norm, exponent
 ):
-    """Of all parameters; those that do not accumulate add up in ``p.grad``, as backward does."""
+    """The sums of all parameters. Without ``accumulate``, gradients add up in ``p.grad``."""
     optimizers, params = made([cls, cls])
     one_params = [Parameter(p.detach().clone()) for p in params]
     one = cls([{"params": one_params[:2]}, {"params": one_params[2:]}])
@@ -228,7 +228,7 @@ def test_sums_of_each_are_as_those_of_one_optimizer(
 @pytest.mark.parametrize("first", ["window", "micro_batch"])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (1, 2)])
 def test_each_optimizer_drops_its_own_bad_micro_batches(first, bad):
-    """``bad`` are calls of ``accumulate``: 0 of the first, 1 and 2 of the second optimizer."""
+    """``bad`` are calls of ``accumulate``: call 0 by the first, 1 and 2 by the second optimizer."""
     optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
     before = all_of(optimizers)
     scale = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=1)

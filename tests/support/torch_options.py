@@ -22,7 +22,7 @@ __all__ = [
     "OPTION_SETS",
     "RICH",
     "ULPS",
-    "NoCommonGroupError",
+    "Distance",
     "OptionSet",
     "assert_train_alike",
     "give",
@@ -220,8 +220,8 @@ def spoiled(grads: list[Tensor]) -> list[Tensor]:
     return [*grads[:-1], bad]
 
 
-class NoCommonGroupError:
-    """Distance of results in ulps of the largest magnitude that each element has had.
+class Distance:
+    """Measures the distance of results in ulps of the largest magnitude that each element has had.
 
     The current magnitude may be much smaller, because sums cancel.
     """
@@ -280,10 +280,10 @@ def assert_train_alike(
     source: Any,
     steps: range,
     ulps: float = ULPS,
-    apart: NoCommonGroupError | None = None,
+    apart: Distance | None = None,
 ) -> None:
     """Take the same steps with both optimizers, and check that they stay within ``ulps``."""
-    apart = NoCommonGroupError(torchs) if apart is None else apart
+    apart = Distance(torchs) if apart is None else apart
     for step in steps:
         grads = source()
         give(ours, grads)

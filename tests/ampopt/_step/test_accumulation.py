@@ -29,13 +29,13 @@ def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 
 def give(params: Any, *numbers: float, scale: float = 1.0) -> None:
-    """A backward pass whose gradients are ``numbers`` times ``scale``, one for each parameter."""
+    """Run a backward pass: the gradient of each parameter is its number times ``scale``."""
     loss = sum((p * (n * scale)).sum() for p, n in zip(params, numbers, strict=True))
     loss.backward()  # type: ignore[union-attr]
 
 
 def after(cls: Callable[..., Any], step: Callable[[Any, Any], Any], **options: Any) -> Any:
-    """The bits after two cycles of ``step``, so that state tells what the first one did."""
+    """The bits of an optimizer after two cycles of ``step``, so that states of the first count."""
     torch.manual_seed(0)
     dtype = options.pop("dtype", torch.float32)
     params = params_of(dtype)
@@ -52,7 +52,7 @@ def after(cls: Callable[..., Any], step: Callable[[Any, Any], Any], **options: A
 @every_backend
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN, ampopt.Muon])
 def test_losses_may_have_scales_of_their_own(backend, cls):
-    """As with apex's ``num_losses``, the losses are of one step, and each scale changes alone."""
+    """As apex's ``num_losses``: one step takes both losses, and each has a scale of its own."""
     if cls is ampopt.Muon:
         cls = lambda params, lr: ampopt.Muon([params[0].view(5, 1).detach()], lr=lr)  # noqa: E731
     scales: list[Any] = [DynamicLossScale(init_scale=s, growth_interval=1) for s in (1024.0, 4.0)]
@@ -102,7 +102,7 @@ def test_each_loss_lowers_its_own_scale_and_the_step_one_for_both():
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("control", ["unscale_and_step", "unscale", "step"])
 def test_half_precision_gradients_add_up_in_float32(backend, dtype, masters, control):
-    """Paddle's ``master_grad``: 1 + 2**-12 four times is 4 in either half precision."""
+    """Paddle's ``master_grad``. In half precision, 1 + 2**-12 + 2**-12 + 2 would be 3."""
     params = params_of(dtype)
     whole = [Parameter(p.detach().float()) for p in params]
     optimizer = ampopt.SGD(params, lr=0.5, master_weights=masters)
@@ -143,7 +143,7 @@ def test_half_precision_gradients_add_up_in_float32(backend, dtype, masters, con
     left=st.booleans(),
 )
 def test_a_micro_batch_may_be_rejected_by_itself(backend, grads, bad, left):
-    """The others stand for all, and without any the step is skipped."""
+    """The sum is scaled up to stand for the whole batch. Without any good one, the step skips."""
     bad &= set(range(len(grads)))
     params = params_of()
     optimizer = ampopt.SGD(params, lr=0.25)
@@ -167,7 +167,7 @@ def test_a_micro_batch_may_be_rejected_by_itself(backend, grads, bad, left):
 
 @every_backend
 def test_a_dropped_micro_batch_changes_no_bit_of_the_step(backend):
-    """To the bit: sums are as they would be, and the mean is over the others."""
+    """The step is bitwise that of the mean of the other micro-batches."""
 
     def accumulated(*gradients: float) -> Any:
         def cycle(optimizer, params):
@@ -183,7 +183,7 @@ def test_a_dropped_micro_batch_changes_no_bit_of_the_step(backend):
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_plain_step_uses_the_micro_batches_that_were_kept(bad):
-    """If none was kept, the step is that of gradients of 0."""
+    """If no micro-batch was kept, the step is that of gradients of 0."""
     params = params_of()
     optimizer = ampopt.SGD(params, lr=0.5)
     expected = [p.detach() - 0.5 * (2.0 if bad < 2 else 0.0) for p in params]
@@ -338,7 +338,7 @@ def test_ampopts_grad_scaler_steps_with_the_sum(scaler_class, unscales):
 
 
 def test_each_micro_batch_may_have_gradients_of_other_parameters():
-    """One that had no gradient in a micro-batch has the sum of the others."""
+    """A parameter without a gradient in one micro-batch is stepped with the sum over the others."""
 
     def apart(optimizer, params):
         (params[0] * 2).sum().backward()
@@ -367,7 +367,7 @@ def test_accumulating_without_gradients_changes_nothing():
 
 
 def test_a_call_that_fails_may_be_repeated(monkeypatch):
-    """What failed, as where no kernel could be compiled, has added nothing."""
+    """An ``accumulate`` that failed, because no kernel could be compiled, has added nothing."""
     weights = Parameter(torch.ones(3))
     optimizer = ampopt.SGD([weights], lr=1.0)
     weights.grad = torch.ones(3)
@@ -507,7 +507,7 @@ def test_wrong_arguments_change_nothing():
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_a_cycle_can_be_captured(monkeypatch):
-    """As a CUDA graph requires, nothing is copied from the host, and the host reads nothing."""
+    """The cycle copies nothing from the host and reads nothing on it, as a CUDA graph requires."""
     ampopt.set_backend("triton")
     given = torch.ones(())
 

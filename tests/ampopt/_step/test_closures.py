@@ -24,7 +24,7 @@ OPTIMIZERS = (*SOME_RULES, Plain, HostCounted)
 
 
 class Training:
-    """Two parameters whose gradients overflow above a limit, and what was asked of them."""
+    """Two parameters whose gradients overflow above a limit, and a record of closure calls."""
 
     def __init__(
         self, make: Callable[[Any], Any], limit: float = INF, loss: Any = None, named: bool = False
@@ -46,7 +46,7 @@ class Training:
         self.random: list[Tensor] = []
 
     def closure(self, scale: Any) -> Any:
-        """The closure that a user writes for ``unscale_and_step``."""
+        """Compute gradients under ``scale``, as a user's closure for ``unscale_and_step``."""
         self.scales.append(scale)
         self.random.append(torch.rand(()))
         self.optimizer.zero_grad()
@@ -59,7 +59,7 @@ class Training:
         return loss if self.loss is None else self.loss
 
     def unscaling_closure(self, scale: Any) -> tuple[Any, Any, Any]:
-        """The closure that a user writes for ``step_after_unscale``."""
+        """Compute and unscale gradients: a closure as users write it for ``step_after_unscale``."""
         loss = self.closure(scale)
         return (loss, *self.optimizer.unscale(grads_scaled_by=scale))
 
@@ -74,11 +74,11 @@ class Training:
 both_forms = pytest.mark.parametrize("form", ["unscale_and_step", "step_after_unscale"])
 every_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS)
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 
 def fails(training: Training, form: str, scale: Any, **options: Any) -> NonFiniteGradientError:
-    """The error of a step that gives up; checks that everything is as before."""
+    """The error of a step that gives up. Checks that the step has changed nothing."""
     random = torch.get_rng_state()
     before = everything(training.optimizer)
     with pytest.raises(NonFiniteGradientError) as caught:
@@ -291,7 +291,7 @@ def test_the_error_names_the_parameters_that_overflowed(form, cls, named):
 @both_forms
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
 def test_the_error_names_a_parameter_that_overflows_only_by_unscaling(form, cls):
-    """The scaled gradient is finite, and only the division takes it out of range (trap T5)."""
+    """The scaled gradient is finite, and overflows when it is divided by the scale (trap T5)."""
     params = [Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = cls([("fine", params[0]), ("huge", params[1])])
 
@@ -363,7 +363,7 @@ def test_giving_up_leaves_no_scale_for_the_next_plain_step(form, cls):
 
 def test_giving_up_restores_containers_and_tensors_of_groups():
     class Hoarder(Plain):
-        """State in tuples, dicts and lists, and a tensor in the group."""
+        """Keeps state in tuples, dicts and lists, and a tensor in the param group."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             group = self.param_groups[0]
@@ -545,7 +545,7 @@ def test_a_closure_of_step_after_unscale_must_call_unscale(cls):
 @on_eager
 @every_optimizer
 def test_a_closure_of_unscale_and_step_must_not_call_unscale(cls):
-    """It would be divided twice, and no one would know."""
+    """The gradients would be divided by the scale twice, without an error."""
     training = Training(cls)
     before = bits(training.params), state_of(training.optimizer)
     with pytest.raises(RuntimeError, match="belongs to step_after_unscale"):
@@ -591,7 +591,7 @@ def test_max_replays_is_a_whole_number(form, bad):
 
 
 def test_each_evaluation_of_a_step_with_several_is_replayed():
-    """Sharpness-aware minimization has such steps: two evaluations, one update."""
+    """A step of sharpness-aware minimization has two evaluations and one update."""
 
     class Twice(Plain):
         def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -51,7 +51,7 @@ RICH = {
     "RMSprop": "momentum",
     "Rprop": "odd etas",
 }
-"""Options under which an optimizer keeps all the state that it can."""
+"""For each optimizer, the options under which it keeps all the states that it can."""
 
 each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 # What a dtype rounds, it rounds for all rules.
@@ -77,7 +77,7 @@ def masters_of(optimizer: Any) -> list[Tensor]:
 
 
 def states(optimizer: Any) -> list[Any]:
-    """Those that steps have been taken with, without masters."""
+    """For each parameter, its states without the master; ``None`` if no step has changed them."""
     return [
         None
         if not state
@@ -92,7 +92,7 @@ def states(optimizer: Any) -> list[Any]:
 
 
 def assert_rounded(optimizer: Any) -> None:
-    """Every parameter is its master in its own dtype."""
+    """Check that every parameter equals its master, rounded to the parameter's dtype."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p, master in zip(params, masters_of(optimizer), strict=True):
         assert master.dtype == torch.float32
@@ -121,7 +121,7 @@ def test_masters_train_as_float32_parameters_do_on_the_same_gradients(case, hist
 
 
 def with_masters(case: Case, params: list[Parameter], masters: bool = True) -> Any:
-    """An optimizer with masters as an option of its group, which its author need not know of."""
+    """An optimizer with ``master_weights`` set in its param group, not by its constructor."""
     return case.make([{"params": params, "master_weights": masters}])
 
 
@@ -223,7 +223,7 @@ def test_a_group_added_later_has_the_options_of_the_constructor():
 
 
 def test_an_initial_value_is_not_rounded_to_the_parameters_dtype():
-    """Torch makes Adagrad's sums in the constructor, in float16."""
+    """Torch makes Adagrad's sums in the constructor, in the dtype of the parameter: float16."""
     p, q = half(1.0), Parameter(torch.ones(1))
     optimizer = ampopt.Adagrad([p], initial_accumulator_value=0.1, master_weights=True)
     reference = ampopt.Adagrad([q], initial_accumulator_value=0.1)
@@ -318,7 +318,7 @@ def test_a_skip_changes_no_bit_of_masters_parameters_and_states(split, case, dra
 @both_ways
 @pytest.mark.parametrize("cls", [cls for cls in SOME_RULES if cls is not Signed])
 def test_tiny_float16_gradients_are_not_flushed(cls, split):
-    """Unscaled in float16, 2 ** -10 / 2 ** 16 would be 0."""
+    """Unscaled in float16, the gradient 2 ** -10 / 2 ** 16 would be 0."""
     param, wide = half(0.0), Parameter(torch.zeros(1))
     options = {"lr": 2.0**20} if cls is ampopt.SGD else {"lr": 2.0, "eps": 2.0**-26}
     optimizer, reference = cls([param], master_weights=True, **options), cls([wide], **options)  # pyright: ignore
@@ -357,7 +357,7 @@ def test_the_gradients_of_masters_are_dropped_in_the_end(leave):
 
 
 def test_a_master_whose_gradient_is_removed_after_unscale_is_not_stepped():
-    """Not stepped with the parameter's own gradient, which is still scaled."""
+    """The step must not fall back on the parameter's own gradient, which is still scaled."""
     params = [half(1.0), half(1.0)]
     optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
     for rest in (0, 1):
@@ -372,7 +372,7 @@ def test_a_master_whose_gradient_is_removed_after_unscale_is_not_stepped():
 
 
 def test_a_parameter_whose_gradient_is_removed_after_unscale_is_not_stepped():
-    """``model.zero_grad()`` removes gradients so. Without masters the step does the same."""
+    """``model.zero_grad()`` does that. Without masters, nothing is stepped either."""
     param = half(1.0)
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
     param.grad = torch.ones_like(param)
@@ -396,7 +396,7 @@ def test_an_edited_gradient_of_a_master_is_applied():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_an_expanded_gradient_is_shown_unscaled(dtype):
-    """One element of memory stands for all of it, so another tensor takes its place."""
+    """All elements share one element of memory, so the unscaled gradient is a new tensor."""
     p = half(1.0, 1.0, dtype=dtype)
     p.grad = torch.full((1,), 8.0, dtype=dtype).expand(2)
     optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
@@ -431,7 +431,7 @@ def steps_early(optimizer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("way", range(5))
 def test_clipping_masters_before_they_have_gradients_is_warned_of_once(way):
-    """Scripts for apex clip there, because apex has unscaled the gradients by then."""
+    """Scripts for apex clip at this point, because apex has unscaled the gradients by then."""
     p = half(1.0, 1.0)
     optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
     step = steps_early(optimizer)[way]
@@ -447,7 +447,7 @@ def test_clipping_masters_before_they_have_gradients_is_warned_of_once(way):
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
 def test_reading_masters_after_a_step_is_no_reason_to_warn(zero):
-    """An average of weights reads them there, while the gradients of the step may still exist."""
+    """An average of weights reads masters after a step, whose gradients may still exist."""
     model = torch.nn.Linear(2, 1).half()
     optimizer = ampopt.SGD(model.parameters(), lr=0.5, master_weights=True)
     for _ in range(3):
@@ -477,7 +477,7 @@ def accumulate(p: Parameter) -> None:
     "how", ["ours", "overflow", "without a scale", "scaler", "plain step", "closure"]
 )
 def test_editing_the_gradient_of_the_parameter_raises_and_names_the_masters(edit, how):
-    """Nothing would see the edit: steps take what ``unscale`` put on the masters."""
+    """The edit would be lost: steps use the gradients that ``unscale`` put on the masters."""
     params = [Parameter(torch.ones(2)), half(1.0, -2.0)]
     names = [("wide", params[0]), ("narrow", params[1])]
     optimizer = ampopt.AdamW(names, lr=0.5, master_weights=True)
@@ -537,7 +537,7 @@ def test_an_overridden_step_that_edits_the_parameters_gradient_raises_too():
 
 
 def test_a_float32_gradient_of_a_half_precision_parameter_may_be_edited():
-    """It is the one on the master."""
+    """The parameter and its master share a float32 gradient."""
     param = half(1.0, 2.0)
     param.grad_dtype = None  # type: ignore[attr-defined]
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
@@ -791,7 +791,7 @@ def test_a_checkpoint_of_torchs_continues_with_masters(name, dtype):
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torch_continues_a_checkpoint_with_masters(name):
-    """Also where a parameter never had a gradient, of which a master alone says nothing."""
+    """A parameter that never had a gradient has a master, but no other state."""
     params = [half(0.3, -1.7, dtype=torch.bfloat16) for _ in range(2)]
     optimizer = rich(name).ours(params, master_weights=True)
     params[0].grad = torch.ones_like(params[0])
@@ -807,7 +807,7 @@ def test_torch_continues_a_checkpoint_with_masters(name):
 
 
 def test_a_master_that_has_moved_is_saved_though_no_other_state_is_there_yet():
-    """Momentum that is raised in mid-run finds no buffer, and a master of many steps."""
+    """Momentum that is switched on in mid-run has no buffer yet, but the master has moved."""
     param = half(1.0, dtype=torch.bfloat16)
     optimizer = ampopt.SGD([param], lr=0.001, momentum=0.0, master_weights=True)
     for _ in range(3):
@@ -831,7 +831,7 @@ def test_a_master_that_has_moved_is_saved_though_no_other_state_is_there_yet():
 
 @pytest.mark.parametrize("name", RICH)
 def test_a_master_that_was_written_to_before_the_first_step_is_saved(name):
-    """Users fill masters from a float32 model. torch finds its own part of the state complete."""
+    """Users fill masters from a float32 model. The saved state has the master and no more."""
     param = half(0.3, -1.7, dtype=torch.bfloat16)
     optimizer = rich(name).ours([param], master_weights=True)
     (master,) = masters_of(optimizer)
@@ -899,7 +899,7 @@ def test_a_model_cast_after_the_optimizer_was_made_is_refused(master_weights, af
 
 
 def test_a_parameter_that_takes_the_place_of_one_that_is_gone_may_have_another_dtype():
-    """Its id may be the same."""
+    """Python may give the new parameter the id of the old one."""
     optimizer = ampopt.SGD([half(1.0)], lr=0.5)
     for dtype in (torch.float32, torch.float16) * 8:
         optimizer.param_groups.clear()

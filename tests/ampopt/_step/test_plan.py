@@ -18,7 +18,7 @@ from ampopt_kernels.native.build import cpp_compiler
 
 @pytest.fixture(params=["native", "python"])
 def implementation(request, monkeypatch):
-    """What a plan asks of many objects, in one call or of each; with loops of C++ or without."""
+    """Checks of many objects: in one call of C++, or in a loop of Python."""
     if request.param == "python":
         monkeypatch.setattr(objects, "loops", objects.Loops())
     else:
@@ -126,7 +126,7 @@ def test_a_plan_is_made_again_when_anything_else_changes(implementation, change)
 
 
 def twisted(tensor):
-    """The same values laid out column by column."""
+    """A tensor with the values of ``tensor``, stored column by column."""
     return tensor.detach().t().contiguous().t()
 
 
@@ -140,7 +140,7 @@ def set_(model):
 
 
 def grown(model):
-    """Its memory is another, and its values are the same."""
+    """Move the weight of ``model`` to other memory, and keep its values."""
     model.weight.untyped_storage().resize_(1 << 20)
 
 
@@ -150,7 +150,7 @@ def other_state(model, optimizer):
 
 
 def offloaded(model, optimizer):
-    """Move all states, as offloading them and bringing them back does."""
+    """Replace the memory of all states, as offloading to the CPU and back does."""
     for state in optimizer.state.values():
         for value in state.values():
             value.data = in_other_memory(value) * 3
@@ -161,7 +161,7 @@ def removed(model, optimizer):
 
 
 def regrouped(optimizer):
-    """The last parameter of the first group is the first of the second."""
+    """Move the last parameter of the first group to the front of the second."""
     first, second = (group["params"] for group in optimizer.param_groups)
     second.insert(0, first.pop())
 
@@ -219,7 +219,7 @@ def test_whatever_changes_between_two_steps_is_as_with_torch(change, backend, im
 
 
 def stepped_with_a_change(kind, change):
-    """The parameters after each of four steps, the third of which has another start."""
+    """The parameters after each of four steps; ``change`` is made before the third."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     extra = torch.nn.Parameter(torch.ones(2))

@@ -34,7 +34,7 @@ SHAPES = [(3,), (2, 4), (4, 2), (2, 4), (5,), (2, 4)]
 
 
 class Step(NamedTuple):
-    """One step of a training: which parameters have gradients, and how they are stepped with."""
+    """One step of a training: which parameters have gradients, and by which calls it is made."""
 
     present: frozenset[int]
     how: str
@@ -58,7 +58,7 @@ TELLING = [
     Step(frozenset({0, 2, 5}), "clipped", 4.0, 5),
     Step(frozenset({1, 2, 5}), "at once", 1.0, -1),
 ]
-"""Step counts differ, and rows of one buffer have gradients and have none, in most ways."""
+"""Steps between which step counts differ, and neighbours in one buffer gain and lose gradients."""
 
 
 def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> list[Any]:
@@ -129,7 +129,7 @@ def test_kept_rows_step_as_new_rows(kind, backend):
 
 
 def stepped(optimizer: Any, present: Iterable[Parameter]) -> None:
-    """One step in which ``present`` have gradients."""
+    """Take one step in which only the parameters ``present`` have gradients."""
     optimizer.zero_grad()
     for p in present:
         p.grad = torch.ones_like(p)
@@ -137,7 +137,7 @@ def stepped(optimizer: Any, present: Iterable[Parameter]) -> None:
 
 
 def reasons(optimizer: Any) -> list[str]:
-    """Why plans were made since the first step; and forget it."""
+    """The reasons for new plans since the last call of this function."""
     counted = optimizer._ampopt.runner.reasons
     found = list(counted.elements())
     counted.clear()

@@ -29,7 +29,7 @@ BITS = st.sampled_from([8, 16])
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """Torch operations, which compile nothing, but where a test sets another backend."""
+    """Use torch operations, which need no compiler, unless a test sets another backend."""
     previous = ampopt.get_backend()
     ampopt.set_backend("eager")
     yield
@@ -37,13 +37,13 @@ def nothing_is_compiled():
 
 
 def params_of(shapes=SHAPES, *, seed=0, dtype=torch.float32):
-    """Parameters with numbers of many sizes."""
+    """Parameters whose elements are drawn from a normal distribution."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
 def stepped(optimizer, steps, *, seed=1):
-    """``optimizer`` after ``steps`` with drawn gradients."""
+    """Take ``steps`` steps of ``optimizer`` with drawn gradients, and return it."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for group in optimizer.param_groups:
@@ -147,7 +147,7 @@ def test_torchs_own_step_cannot_read_small_states():
 
 @pytest.mark.parametrize("cls", [*BY_RULE, *BEYOND_TORCH])
 def test_every_rule_steps_skips_and_goes_on_with_8_bits(cls):
-    """A skip changes no bit, and one call is two calls."""
+    """A skipped step changes no bit, and the split step gives the bits of the step in one call."""
     runs = []
     for split in (False, True):
         params = params_of()
@@ -189,7 +189,7 @@ WITHOUT_SUMS = [cls for cls in (*BY_RULE, *BEYOND_TORCH) if not cls.rule.reduces
 
 @pytest.mark.parametrize("cls", [cls for cls in WITHOUT_SUMS if cls is not ampopt.Adafactor])
 def test_backends_make_the_same_bits_of_every_rule(cls):
-    """Also of tensors that are no multiple of a block."""
+    """Also for tensors whose size is no multiple of a block."""
     options = {"momentum": 0.5} if "momentum" in inspect.signature(cls).parameters else {}
     runs = []
     for name in ("eager", "triton"):
@@ -250,7 +250,7 @@ def test_a_parameter_that_never_had_a_gradient_does_not_move():
 
 @pytest.mark.parametrize("bits_", [16, 8])
 def test_different_elements_draw_different_numbers(bits_):
-    """Equal values are stored as both neighbours in each block, and differ between parameters."""
+    """Equal values are rounded to both neighbours in each block; parameters draw independently."""
     params = params_of([(8192,), (8192,)])
     optimizer = ampopt.AdamW(params, state_bits=bits_)
     for p in params:
@@ -332,7 +332,7 @@ def test_the_number_of_bits_is_that_of_the_optimizer_that_loads(saved, wanted):
 
 
 def test_codes_are_not_saved_under_the_names_of_states():
-    """A loader that copies by name, such as torch's optimizer, must not take codes for values."""
+    """A loader that copies states by name, such as torch's, must not take codes for values."""
     params = [p for p in params_of(dtype=torch.bfloat16) if p.numel() >= 8192]
     optimizer = stepped(ampopt.AdamW(params, state_bits=8, master_weights=True, master_bits=24), 1)
     saved = optimizer.state_dict()
@@ -374,7 +374,7 @@ def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
 
 @pytest.mark.parametrize("taken", [0, 1])
 def test_dampening_knows_after_a_checkpoint_whether_a_step_is_the_first(taken):
-    """Which it finds by the buffer: one of skipped steps alone is not saved."""
+    """A first step is recognized by the missing buffer, which only an applied step may create."""
     ends = []
     for resumes in (False, True):
         params = params_of([(8192,)])
@@ -402,7 +402,7 @@ def test_codes_without_their_scales_are_refused():
 
 
 def test_a_checkpoint_with_scales_but_no_codes_is_refused():
-    """Torchtitan makes such a checkpoint, as it looks for states by their names in memory."""
+    """Torchtitan's loader makes such a checkpoint: it keeps only states of the names in memory."""
     params = params_of()
     optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
     saved = optimizer.state_dict()
@@ -414,7 +414,7 @@ def test_a_checkpoint_with_scales_but_no_codes_is_refused():
 
 
 def test_a_flattened_checkpoint_is_loaded_by_the_names_in_memory():
-    """A loader of torch looks for these names; without them, an error says what to do."""
+    """Torch's loader looks for states by these names; an error says what to do without them."""
     options: Any = {"options": StateDictOptions(flatten_optimizer_state_dict=True)}
     models, optimizers = [], []
     for _ in range(2):

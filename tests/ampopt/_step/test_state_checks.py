@@ -357,7 +357,7 @@ SAID_OTHERWISE: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("how", SAID_OTHERWISE)
 def test_a_state_with_one_right_reading_is_read_so(backend, how, loaded):
-    """All elements of a state are equal here, so that an expanded one can stand for it."""
+    """All elements of each state are equal here, so that an expanded tensor can replace it."""
     optimizer, params = trained("AdamW")
     twin, _ = trained("AdamW")
     if loaded:
@@ -385,7 +385,7 @@ def test_a_count_that_float32_does_not_hold_is_counted_on():
 
 
 def test_loading_leaves_nothing_for_a_skipped_step_to_convert():
-    """A step that changes nothing does not change what states are, either."""
+    """A skipped step must not convert states, since it changes nothing."""
     optimizer, params = trained("AdamW")
     saved = optimizer.state_dict()
     for index, how in ((0, "an int64 count"), (1, "a count as a number"), (2, "expanded")):

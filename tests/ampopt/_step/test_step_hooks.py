@@ -18,7 +18,7 @@ from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 
 @on_eager
@@ -182,7 +182,7 @@ def test_after_a_step_hook_raises_the_step_can_be_repeated(cls, split, bad):
 @on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_schedulers_see_a_step_in_every_attempt(cls):
-    """Torch warns, an error here, where a scheduler steps before its optimizer; a skip is not."""
+    """Torch warns if a scheduler steps before its optimizer. A skipped step must not cause that."""
     param = Parameter(torch.ones(3))
     optimizer = cls([param], lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -258,7 +258,7 @@ def test_the_flag_in_a_post_hook_is_of_skips_not_of_applied_overflows(cls, drop)
 
 
 def test_an_ordinary_step_of_torch_gets_no_flag():
-    """Torch's steps that are not fused refuse one."""
+    """Torch's steps refuse ``grad_scale`` and ``found_inf`` if they are not fused."""
 
     class Theirs(torch.optim.AdamW):
         pass

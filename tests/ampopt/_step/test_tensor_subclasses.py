@@ -58,7 +58,7 @@ def update(p: Tensor, momentum: Tensor) -> None:
 
 
 class Momentum(torch.optim.Optimizer):
-    """SGD with a momentum that is kept as ``Coded``."""
+    """SGD whose momentum is a ``Coded`` tensor."""
 
     update = staticmethod(update)
 
@@ -155,11 +155,11 @@ def test_copies_share_no_memory():
 # --- steps that torch.compile compiles ------------------------------------------------------------
 
 runs: list[str] = []
-"""Which compiled functions have run."""
+"""Compiled functions append to it when they run."""
 
 
 def past_the_dispatcher(graph: Any, inputs: Any) -> Any:
-    """A backend whose code writes where no dispatch mode sees it, as Inductor's does."""
+    """A compiler backend whose code bypasses dispatch modes when it writes, as Inductor's does."""
 
     def run(*args: Any) -> Any:
         runs.append("compiled")
@@ -170,7 +170,7 @@ def past_the_dispatcher(graph: Any, inputs: Any) -> Any:
 
 
 class Compiled(Momentum):
-    """Compiles its update in the step, as torchao's do."""
+    """Compiles its update within the step, as the optimizers of torchao do."""
 
     def update(self, p: Tensor, momentum: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         torch.compile(update, fullgraph=True, backend=past_the_dispatcher)(p.detach(), momentum)
@@ -184,7 +184,7 @@ class Compiled(Momentum):
     ],
 )
 def test_a_compiled_step(skip_by, mode, reason):
-    """It stays compiled where the flag is read first, and runs uncompiled where it is undone."""
+    """Compiled code runs if the host reads the flag first, but not in a step that may be undone."""
     torch._dynamo.reset()
     runs.clear()
     optimizer, param = made(Compiled, skip_by)

@@ -13,7 +13,7 @@ from ampopt._step import torch_private
 ROOM = Path(torch_private.__file__)
 PACKAGE = Path(ampopt.__file__).parent
 OVERRIDDEN = {"_patch_step_function", "_optimizer_step_code"}
-"""Methods that torch calls on us, which the room only describes."""
+"""Methods that torch calls on ampopt's classes. ``torch_private`` describes them, and uses none."""
 
 
 def _is_private(name: str) -> bool:
@@ -21,7 +21,7 @@ def _is_private(name: str) -> bool:
 
 
 def _dotted(node: ast.AST) -> list[str]:
-    """``["torch", "a", "_b"]`` for ``torch.a._b``; nothing for what does not begin with a name."""
+    """The names in an expression such as ``torch.a._b``; empty if it does not begin with a name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -30,7 +30,7 @@ def _dotted(node: ast.AST) -> list[str]:
 
 
 def _private_in(source: str, known: set[str]) -> list[str]:
-    """Private names of torch's in ``source``: imported, reached from torch, or among ``known``."""
+    """Torch's private names in ``source``: imported, reached from ``torch``, or among ``known``."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -56,7 +56,7 @@ def _private_in(source: str, known: set[str]) -> list[str]:
 
 
 def _known() -> set[str]:
-    """Private names that the room itself uses: attributes, and names that it gives as strings."""
+    """The private names that ``torch_private`` uses, as attributes or as strings."""
     nodes = list(ast.walk(ast.parse(ROOM.read_text(encoding="utf-8"))))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}

@@ -13,7 +13,7 @@ from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
@@ -53,7 +53,7 @@ def test_grad_scaler_leaves_nothing_on_the_optimizer(param):
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("cls", SOME_RULES)
 def test_any_flag_above_zero_skips(cls, flag, shape):
-    """Torch's fused kernels skip on exactly 1, but a sum over devices is 2 (trap T2)."""
+    """Torch's fused kernels skip only at a flag of 1; flags of two devices add up to 2 (T2)."""
     param = Parameter(torch.ones(2))
     optimizer = cls([param])
     param.grad = torch.ones(2)
@@ -68,7 +68,7 @@ def test_any_flag_above_zero_skips(cls, flag, shape):
 
 
 def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
-    """It looks at scaled gradients alone (trap T5)."""
+    """Torch's scaler tests scaled gradients only (trap T5)."""
     param.grad = torch.tensor([1e37, 1.0, 1.0])
     before = bits(param)
     scaler_for(param, init_scale=2.0**-10).step(sgd(param))
@@ -79,7 +79,7 @@ def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize("scaler_unscales", [False, True])
 def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscales):
-    """Its step would unscale once more, or has by ``unscale_``."""
+    """The scaler would unscale a second time, or has done so in ``unscale_``."""
     optimizer = cls([param])
     scaler = scaler_for(param)
     optimizer.unscale(grads_scaled_by=4.0)
@@ -133,7 +133,7 @@ def test_grad_scaler_steps_sparse_gradients(bad, unscale_first):
 
 
 def test_grad_scaler_and_hooks_keep_no_state_by_the_identity_of_the_optimizer(param):
-    """Keyed by id(optimizer), GradScaler unscales twice through a wrapper (trap T6)."""
+    """By ``id(optimizer)``, a scaler would unscale twice through a wrapper (trap T6)."""
 
     class Wrapper:
         def __init__(self, optimizer: ampopt.SGD) -> None:

@@ -29,7 +29,7 @@ def number() -> st.SearchStrategy[float]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[float | None, ...]]:
-    """For each step, for each of two parameters, the number that its gradients are made of."""
+    """For each step, a number for each of two parameters, of which their gradients are made."""
     number_or_bad = st.one_of(number(), number(), number(), st.sampled_from([INF, float("nan")]))
     step = st.tuples(number_or_bad, st.none() | number_or_bad)
     return draw(st.lists(step, min_size=3, max_size=6))
@@ -176,7 +176,7 @@ def test_a_step_set_on_the_instance_is_run_and_rolled_back():
 
 
 def test_a_step_that_writes_cpu_tensors_is_skipped_by_the_host():
-    """Undoing it by a flag on a device is a copy that nobody waits for."""
+    """A rollback by a flag on a device copies to the CPU, and nothing would wait for the copy."""
     count = torch.zeros(())
     writes = CopyOnWriteMode([count])
     assert not writes.on_host(torch.ones((), dtype=torch.bool, device="meta"))
@@ -200,7 +200,7 @@ def test_what_is_on_several_devices_is_restored_on_each():
 @pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
 def test_a_sum_of_flags_skips(skip_by, flag):
-    """A sum is what ``torch.amp.GradScaler`` makes of the flags of several devices."""
+    """``torch.amp.GradScaler`` adds up the flags of several devices."""
     optimizer, params = made(Foreach)
     optimizer.skip_by = skip_by
     for found_inf in (0.0, flag):

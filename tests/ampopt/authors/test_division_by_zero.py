@@ -50,7 +50,7 @@ class Dividing(ampopt.ElementwiseOptimizer):
     absent=st.lists(st.booleans(), min_size=4, max_size=4),
 )
 def test_a_division_by_zero_in_an_unselected_branch_has_no_effect(backend, warm_up, power, absent):
-    """Also where gradients come and go, so that counts differ."""
+    """Also if a parameter lacks gradients in some steps, so that step counts differ."""
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     optimizer = Dividing(params, warm_up, power)
     expected, count = [1.0, 1.0], [0, 0]

@@ -25,7 +25,7 @@ NAN = float("nan")
 
 
 class Told(Plain):
-    """Selects by the flag that it is handed, and notes it."""
+    """Applies ``found_inf`` itself in its step, and records it."""
 
     skip_by = "step"
     flags: list[Any]
@@ -52,7 +52,7 @@ class Told(Plain):
 
 
 class InControl(Told):
-    """Overrides both control points that step."""
+    """Overrides ``unscale_and_step`` and ``step_after_unscale``."""
 
     def unscale_and_step(self, closure: Any = None, grads_scaled_by: Any = None) -> Any:  # type: ignore[override]
         self.unscale(grads_scaled_by=grads_scaled_by)

@@ -16,11 +16,11 @@ from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 
 class Shrinking(ampopt.AdamW):
-    """A rule-based optimizer whose author does something more around the step."""
+    """A rule-based optimizer whose ``step`` also changes parameters and a param group itself."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_subclass_without_its_own_step_skips_too():
 
 @pytest.mark.parametrize("made_before", [False, True])
 def test_a_subclass_skips_whichever_class_was_made_first(made_before):
-    """With the first instance of a class, torch puts a step into it that runs hooks."""
+    """At the first instance of a class, torch wraps the ``step`` of the class to run hooks."""
 
     class Base(ampopt.AdamW):
         pass
@@ -160,7 +160,7 @@ def test_a_class_without_a_step_hides_that_of_no_other(made_before):
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("scaler", [False, True])
 def test_a_step_made_with_wraps_is_the_authors_own(theirs, made_before, scaler):
-    """``functools.wraps`` makes it look like the one that it wraps, torch's and our marks too."""
+    """``functools.wraps`` also copies the attributes by which torch marks a wrapped step."""
 
     class Base(theirs):
         pass
@@ -190,7 +190,7 @@ def test_a_step_made_with_wraps_is_the_authors_own(theirs, made_before, scaler):
 
 
 class Moded(ampopt.SGD):
-    """A rule with a mode in which there is to be no step."""
+    """A rule with a mode in which steps raise."""
 
     trains = True
 
@@ -249,7 +249,7 @@ def test_a_step_is_refused_between_an_unscale_and_itself():
 @pytest.mark.parametrize("backend", ["eager", "eager on a device", "triton"], indirect=True)
 @both_ways
 def test_a_step_around_a_rule_may_leave_the_skip_to_it(split, backend):
-    """What the rule does is skipped, on the device, and what is around it is not."""
+    """With ``skip_by = "step"``, the rule is skipped on the device, and the code around it runs."""
 
     class Counting(ampopt.AdamW):
         skip_by = "step"

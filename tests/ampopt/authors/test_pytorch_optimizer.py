@@ -78,7 +78,7 @@ CLOSURES: dict[str, Callable[[Any, list[Parameter]], Any]] = {
     **dict.fromkeys(["FriendlySAM", "LookSAM", "SAM"], sharpness_aware),
     "WSAM": lambda cls, params: sharpness_aware(functools.partial(cls, nn.Identity()), params),
 }
-"""Those whose step needs a closure."""
+"""How to make the optimizers whose step needs a closure."""
 
 CANNOT = {
     "AdaHessian": "differentiates p.grad once more, which is then still scaled",
@@ -90,13 +90,13 @@ CANNOT = {
     "SafeFP16Optimizer": "has a loss scale of its own, and no param_groups",
     "SophiaH": "differentiates p.grad once more, which is then still scaled",
 }
-"""Classes that can be extended, but not be used under a loss scale, and why."""
+"""Classes that can be extended, but not used under a loss scale, and the reason."""
 
 WORK = sorted(EVERY.keys() - CANNOT.keys() - CLOSURES.keys())
 
 
 NO_STATE = ("_ampopt", "_opt_called", "skip_by")
-"""Attributes that say how a step is attempted."""
+"""Attributes that are no state: they differ between ways to skip."""
 
 
 def made(cls: Any, name: str) -> Any:
@@ -120,7 +120,7 @@ def give(optimizer: Any, step: int, scale: float = 1.0, bad: bool = False) -> No
 
 
 def seen(optimizer: Any, of_tensors: Callable[[Tensor], Any] = bits) -> Any:
-    """All that hangs on an optimizer, and the random states."""
+    """All that an optimizer refers to, and the states of the random-number generators."""
     known: set[int] = set()
 
     def values(thing: Any) -> Any:
@@ -156,7 +156,7 @@ def steps(optimizer: Any, numbers: Iterable[int]) -> None:
 
 @pytest.fixture(params=["host", "device", "transaction"])
 def skip_by(request, monkeypatch):
-    """The host sees the flag; it does not, and ``skip_by`` is "auto", or says "transaction"."""
+    """The host reads the flag; or may not, with ``skip_by`` "auto"; or "transaction"."""
     if request.param != "host":
         monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
     return "transaction" if request.param == "transaction" else "auto"
@@ -254,7 +254,7 @@ def test_every_class_can_be_extended_and_pickled(name):
 
 
 def with_first_gradients(cls: Any, name: str) -> Any:
-    """``cls``, whose step takes the closure alone; some want to be called with gradients there."""
+    """``cls`` with a step that first computes gradients, which some optimizers expect."""
     if name not in ("BSAM", "FriendlySAM", "LookSAM", "SAM"):
         return cls
 
@@ -345,7 +345,7 @@ def test_state_that_is_no_parameters_is_restored_too():
 
 @pytest.mark.parametrize("name", ["AdaHessian", "SophiaH"])
 def test_a_hessian_from_scaled_gradients_is_scaled(name):
-    """So these optimizers are of no use under a scale, although they skip as others do."""
+    """Their steps depend on the scale, so they cannot be used under one, although they skip."""
     results = []
     for scale in (1.0, 1.0, 4.0):
         optimizer = made(ampopt.extend(EVERY[name]), name)

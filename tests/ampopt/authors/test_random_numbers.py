@@ -26,7 +26,7 @@ def drawn(function: Any, seed: float = 0, step: float = 1, start: int = 0) -> to
 
 
 def test_random_numbers_have_the_documented_distributions():
-    """By moments and shares of intervals; allowed are four standard deviations."""
+    """Moments and shares of intervals are within four standard deviations."""
     for start, step in ((0, 1), (10**10, 12345), (7 * PLACE_STRIDE, 2.0**24)):
         u, z = drawn(rand, 3, step, start), drawn(randn, 3, step, start)
         assert u.min() >= 0
@@ -77,7 +77,7 @@ def test_a_skipped_step_consumes_no_random_numbers(backend):
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS[1:]])
 def test_backends_draw_the_same(backend, monkeypatch):
-    """Uniform ones to the bit; normal ones as the functions that they are made by round."""
+    """Uniform numbers are bitwise the same; normal ones agree within rounding."""
     uniform, normal = trained("eager"), trained("eager", Langevin)
     if backend == "eager":  # as on a device
         monkeypatch.setattr("ampopt.backend._cpu_backend", lambda _: Eager())
@@ -89,7 +89,7 @@ def test_backends_draw_the_same(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_random_number_depends_on_seed_step_parameter_and_element(backend):
-    """Whether others have gradients does not count."""
+    """The gradients of other parameters make no difference."""
     ampopt.set_backend(backend)
 
     def chances(seed: int, first_has_gradient: bool, steps: int = 1) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_random_number_depends_on_seed_step_parameter_and_element(backend):
 
 
 def test_langevin_dynamics_samples_its_distribution():
-    """A standard normal, from exp(-p * p / 2), to which steps of this size add half of theirs."""
+    """For the loss p * p / 2: a normal distribution, with half a step size more variance than 1."""
     ampopt.set_backend("eager")
     p = Parameter(torch.zeros(4000))
     optimizer = Langevin([p], lr=0.1, temperature=1.0)

@@ -26,7 +26,7 @@ def groups_of(params: list[Any]) -> list[dict[str, Any]]:
 
 
 def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
-    """The same in float64, one parameter after another."""
+    """The same steps in float64, one parameter after another."""
     result = [
         {"p": p.detach().double(), "average": torch.zeros_like(p).double(), "total": 0.0}
         for p in params_of(SIZES, dtype)
@@ -57,7 +57,7 @@ def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]
     ids=str,
 )
 def test_sums_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dtype, options):
-    """With bundled, large, empty and 0-d parameters, and flags of their own."""
+    """For parameters that are bundled, large, empty and 0-d, and with different flags."""
     ampopt.set_backend(backend)
     params = params_of(SIZES, dtype)
     optimizer = Ratio(groups_of(params), **options)

@@ -77,7 +77,7 @@ RULE = Rule(
 
 
 class OfLines(ampopt.ElementwiseOptimizer):
-    """Of no use: steps that differ from row to row and from column to column."""
+    """An optimizer for tests: its steps differ from row to row and from column to column."""
 
     rule = RULE
 
@@ -90,7 +90,7 @@ def groups_of(params: list[Any]) -> list[dict[str, Any]]:
 
 
 def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
-    """The same in float64, one parameter after another."""
+    """The same steps in float64, one parameter after another."""
     result = []
     starts = [p.detach().double() for p in params_of(SHAPES, dtype)]
     given = [[gradient(p, i).to(dtype).flatten().double() for p in starts] for i in range(STEPS)]
@@ -179,7 +179,7 @@ def test_on_a_device_a_skip_is_selected():
 @pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
 @pytest.mark.parametrize("shape", [(3, 5000), (5000, 3), (700, 5, 3), (1, 1), (2, 65_600)])
 def test_compiled_ones_are_eager_ones_within_rounding(shape):
-    """Where rows are longer and shorter than what is worked on at a time."""
+    """With rows that are longer, and shorter, than the pieces that the loops work on."""
     ends = []
     for backend in ("eager", "compiled"):
         ampopt.set_backend(backend)
@@ -197,7 +197,7 @@ def _without_sums(s, h, flags, sums):
 
 
 class Alike(OfLines):
-    """Whose ``update`` takes the same numbers for all rows."""
+    """A rule whose ``update`` gets the same hyperparameters for all rows."""
 
     rule = replace(RULE, scalars=_without_sums)
 
@@ -216,7 +216,7 @@ class Alike(OfLines):
     ids=str,
 )
 def test_no_bit_depends_on_what_a_matrix_is_bundled_with(backend, cls, dtype, options):
-    """Small ones of one shape are stacked, as far as they have gradients in one step."""
+    """Small matrices of one shape are stacked if they have gradients in the same step."""
     ampopt.set_backend(backend)
     shapes = [*[(33, 30)] * 5, (30, 33), *[(2, 3, 9)] * 4, (33, 30), (33,), (3, 2, 9)]
     lacking = {1: {2}, 2: {0, 6}}

@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Any] = {name: SHORT.get(name) or getattr(ampopt, name) for
 
 
 def lines_of(rule: Any) -> int:
-    """How many lines its declaration and its functions have, with those that they call.
+    """The number of lines of a rule and of the functions of its file that it calls.
 
     Docstrings do not count.
     """

@@ -36,7 +36,7 @@ def _update(p, g, state, h, flags):
 
 
 class Anchored(ampopt.ElementwiseOptimizer):
-    """Pulls parameters back to where they began."""
+    """Pulls parameters back to their initial values."""
 
     rule = Rule(
         update=_update,
@@ -85,7 +85,7 @@ CASES = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "options"), CASES, ids=str)
 def test_states_are_kept_as_they_are_declared(backend, dtype, options):
-    """Beside parameters of every dtype, on every backend; and what is kept is what is computed."""
+    """For parameters of every dtype, on every backend. The values are those of the definition."""
     ampopt.set_backend(backend)
     params = params_of(dtype)
     optimizer = make(params, **options)
@@ -124,7 +124,7 @@ def test_states_are_kept_as_they_are_declared(backend, dtype, options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skip_leaves_them_as_they_begin(backend):
-    """On the very first step too, where they are copies of the parameter."""
+    """Also in the very first step, when states are copies of the parameter."""
     ampopt.set_backend(backend)
     params = params_of(torch.bfloat16)
     optimizer = make(params)
@@ -141,7 +141,7 @@ def test_a_skip_leaves_them_as_they_begin(backend):
 
 
 def test_saving_and_loading_changes_nothing():
-    """Not even from a checkpoint whose states were of another dtype, beyond its rounding."""
+    """Also if the checkpoint has states of another dtype, up to rounding."""
     ampopt.set_backend("eager")
     params = params_of(torch.bfloat16)
     optimizer = make(params)

@@ -46,7 +46,7 @@ TINY = {
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_to_collect():
-    """What earlier tests left is not looked through whenever something is to be timed."""
+    """Exclude objects of earlier tests from garbage collection, which would disturb timings."""
     gc.collect()
     gc.freeze()
 
@@ -143,7 +143,7 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
 def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
     tiny, monkeypatch, tmp_path, capsys, name, steps_before
 ):
-    """Also ampopt itself, and at any step: six warm up."""
+    """Also if ampopt fails, and in any step; the first six steps are not timed."""
     enter = contenders.enter
 
     def failing(entered, optimizer, params, masters):
@@ -316,7 +316,7 @@ def test_contenders_do_the_same_work(optimizer, clip):
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_contenders_step_the_same_master_weights(clip, monkeypatch):
-    """DeepSpeed's name of what torch does; its package is not needed to measure without it."""
+    """A fake stands for DeepSpeed's package: torch's optimizer under DeepSpeed's name."""
     assert "deepspeed" not in contenders.names(CPU)
     deepspeed = types.ModuleType("deepspeed.ops.adam")
     deepspeed.DeepSpeedCPUAdam = lambda params, adamw_mode, **options: (  # type: ignore[attr-defined]
@@ -397,7 +397,7 @@ def test_fidelity_has_a_row_for_each_way_to_keep_states_and_kind_of_gradients(ca
 
 
 def test_the_states_of_flashoptim_mislead_the_steps_of_small_gradients():
-    """By as much as its own kernels do in Triton's interpreter."""
+    """The error is as large as with FlashOptim's own kernels in Triton's interpreter."""
     exact, others = fidelity.maker("AdamW", 32), [*peers(fidelity.LR).values()][:1]
     (fine,) = fidelity.compare(exact, others, "noise", 1e-2, steps=40)
     assert fine.length == pytest.approx(1, abs=0.05)
@@ -457,7 +457,7 @@ def test_rounds_are_interleaved_and_begin_with_restored_gradients():
 
 
 class PretendedGpu:
-    """Its clock and the host's: kernels run one after another, none before it was queued."""
+    """A fake GPU with a clock: kernels run one after another, each after it was launched."""
 
     def __init__(self, monkeypatch):
         self.now = self.busy_until = 0.0
@@ -603,7 +603,7 @@ def test_a_row_names_the_best_of_torchs_alone():
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
-    """Of steps that are taken, and change nothing but what torch and ampopt do by themselves."""
+    """The steps run, and change nothing but what torch and ampopt change without kernels."""
     entered = []
     enter = contenders.enter
 
@@ -666,7 +666,7 @@ def test_bytes_are_counted_kernel_by_kernel(dtype, master_weights, detect, updat
 def test_first_steps_are_counted_where_nothing_is_compiled_and_where_all_is(
     tiny, monkeypatch, capsys
 ):
-    """In new processes: one with an empty folder, one that fills it, and one that finds it full."""
+    """Each in a new process: without a cache, with an empty one, and with a full one."""
     asked, kept = [], []
 
     def process(given, cache):
@@ -708,7 +708,7 @@ def test_autocast_is_measured_around_each_kind_of_operator(capsys):
 
 
 def seen_on_ranks(rounds=5, waited=0.0):
-    """What the first rank says of a row."""
+    """The result that the first rank returns for a row."""
     times = measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3).as_dict()
     there = {name: times for name in ("foreach", "ampopt")}
     return {"times": there, "missing": {"fused": "not here"}, "waited": waited}
@@ -809,7 +809,7 @@ def test_an_error_of_a_rank_is_shown_and_the_next_rows_have_new_processes(monkey
 
 
 def fake_ranks(started):
-    """In place of starting ranks: processes that answer with the question, or end by it."""
+    """Processes in place of ranks, which return the request, or end with an error."""
     code = (
         "import json, sys\nfor line in sys.stdin:\n"
         "    asked = json.loads(line)\n"

@@ -23,7 +23,7 @@ PREDICTIONS = Path(__file__).parents[3] / "kernels/PREDICTIONS.md"
 
 
 def stub(name: str, body: str, seconds: float = 60.0, ends: bool = False) -> Part:
-    """A part whose process runs ``body``, which has its record as ``record``."""
+    """A part whose process runs the code ``body``; the code calls ``record`` to write a line."""
 
     def command(folder: Path, device: str) -> list[str]:
         path = str(folder / f"{name}.jsonl")
@@ -129,7 +129,7 @@ def test_each_test_that_fails_is_reported_by_name(tmp_path, monkeypatch):
 
 
 def run_bench(monkeypatch: Any, *arguments: str) -> list[Any]:
-    """The arguments that the parts would be run with."""
+    """The arguments with which ``bench`` would run the parts."""
     runs: list[Any] = []
     monkeypatch.setattr(hour, "run", lambda *given: runs.append(given) or [])
     bench.main(list(arguments))
@@ -183,7 +183,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
 
 
 def test_predictions_are_those_that_are_written():
-    """The last numbers of each cell of the table in ``kernels/PREDICTIONS.md``."""
+    """The table in ``kernels/PREDICTIONS.md`` has these numbers last in each cell."""
     power, found = None, {}
     for line in PREDICTIONS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -15,7 +15,7 @@ from ampopt.testing.bits import bits
 def closure_of(
     scaler: GradScaler, optimizer: Any, seen: list[float], *, takes_scale: bool = False
 ) -> Any:
-    """A closure whose gradients overflow under scales above 4, which it notes in ``seen``."""
+    """A closure that appends its scale to ``seen``, and overflows under scales above 4."""
 
     def scaled_by(scale: Any) -> Any:
         optimizer.zero_grad()
@@ -30,7 +30,7 @@ def closure_of(
 
 
 CLOSURES = [*(cls for cls in CLOSURE_FREE if cls is not ampopt.SparseAdam), ampopt.LBFGS, *OWN]
-"""Not SparseAdam: whole parameters have no sparse gradients."""
+"""All but SparseAdam: the closure's gradients are dense."""
 
 
 @pytest.mark.parametrize("cls", CLOSURES)

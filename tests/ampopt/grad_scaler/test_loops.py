@@ -170,7 +170,7 @@ def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
 
 @pytest.fixture
 def triton() -> None:
-    """On the CPU's own backends looking costs nothing, and is done."""
+    """Choose the triton backend: on the CPU's other backends, steps may read values."""
     if not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
     ampopt.set_backend("triton")
@@ -199,9 +199,9 @@ def test_no_loop_reads_a_tensor(cls, unscale_first, triton):
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
 @both_ways
 def test_a_loop_runs_on_meta_tensors(cls, scaler_class, unscale_first):
-    """Meta tensors stand in for a device: whoever looks at one, or mixes it with others, fails.
+    """An operation that reads a meta tensor, or mixes it with others, raises an error.
 
-    Fake CUDA tensors cannot, where torch was built without CUDA: it has no copies for them.
+    Fake CUDA tensors would not do: a torch that was built without CUDA cannot copy them.
     """
     params = [Parameter(torch.ones(3, 2, device="meta")) for _ in range(2)]
     optimizer = cls(params)
@@ -222,7 +222,7 @@ def test_a_loop_runs_on_meta_tensors(cls, scaler_class, unscale_first):
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
 @both_ways
 def test_no_loop_synchronizes_on_a_gpu(cls, scaler_class, unscale_first):
-    """Not SparseAdam, which coalesces its gradients: on a GPU that waits for their number."""
+    """All but SparseAdam, which synchronizes in ``coalesce()`` on a GPU."""
     params = [Parameter(torch.ones(64, 32, device=DEVICE)) for _ in range(2)]
     optimizer, scaler = cls(params), scaler_class(DEVICE, init_scale=2.0**10)
     infinite = torch.full((), INF, device=DEVICE)

@@ -76,7 +76,7 @@ def test_t6_a_wrapper_stands_for_its_optimizer(cls, wrapped_first):
 
 
 class WarmedUp(Wrapper):
-    """Does something in its step, and hands on to the optimizer whatever it has not."""
+    """Changes the learning rate in its step, and forwards missing attributes to the optimizer."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self.param_groups[0]["lr"] *= 2
@@ -135,7 +135,7 @@ def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_an_optimizer_that_takes_a_flag_gets_1_or_0(unscale_first):
-    """Torch's fused ones compare it with 1 (trap T2), and others may compare it with 0."""
+    """Torch's fused optimizers compare the flag with 1 (trap T2); others may compare it with 0."""
 
     class Own(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -23,7 +23,7 @@ pytestmark = [
 SCALERS = (torch.amp.GradScaler, GradScaler)
 each_scaler = pytest.mark.parametrize("scaler_class", SCALERS, ids=["torchs", "ours"])
 RULES = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor)
-"""Of those that no test here tells apart: without state, with, and with sums of lines."""
+"""One of each kind: without state, with state, and with row and column statistics."""
 POWERS = st.integers(-4, 16).map(lambda n: 2.0**n)
 
 
@@ -61,7 +61,7 @@ def test_gradients_are_what_torchs_step_leaves(scaler_class, cls, steps, scale, 
 @pytest.mark.parametrize("cls", RULES)
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_without_zero_grad_gradients_add_up_as_with_torch(scaler_class, cls, unscale_first):
-    """Autograd adds scaled gradients to those that the last step has left."""
+    """Autograd adds the next scaled gradients to the unscaled ones that the step has left."""
     runs = []
     for scaler_class_, cls_ in ((torch.amp.GradScaler, torch_twin(cls)), (scaler_class, cls)):
         optimizer, params = made(cls_)
@@ -85,7 +85,7 @@ def test_without_zero_grad_gradients_add_up_as_with_torch(scaler_class, cls, uns
 def test_half_precision_gradients_are_unscaled_after_the_step(
     scaler_class, dtype, masters, numbers, scale
 ):
-    """The step is that of gradients that were not rounded, and ``p.grad`` is in its own dtype."""
+    """The step uses gradients that were not rounded after unscaling; ``p.grad`` keeps its dtype."""
     twins = []
     for _ in range(2):
         p = Parameter(torch.ones(5, dtype=dtype))
@@ -119,7 +119,7 @@ def test_gradients_clipped_on_masters_are_those_in_the_parameters(bad):
 
 @each_scaler
 def test_gradients_of_every_layout(scaler_class):
-    """Transposed, float64, empty, none at all; and those that torch's scaler does not take."""
+    """Transposed, float64, empty and missing gradients, and kinds that torch's scaler refuses."""
     grads: list[Any] = [
         torch.arange(6.0).reshape(2, 3).t(),
         torch.full((3,), 8.0, dtype=torch.float64),
@@ -178,7 +178,7 @@ def test_a_parameter_of_two_optimizers_is_not_unscaled_twice(cls):
 @each_scaler
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Signed, Plain, torch.optim.AdamW])
 def test_a_gradient_made_nan_after_unscaling_is_applied(scaler_class, cls):
-    """It is the user's by then. Torch's scaler applies it with torch's optimizers, too."""
+    """Edits after ``unscale_`` are not tested, as with torch's scaler and optimizers."""
     optimizer, params = made(cls)
     first: Any = params[0]
     scaler = scaler_at(4.0, scaler_class)

@@ -40,7 +40,7 @@ def test_the_same_loop_with_the_same_results(cls, steps, unscale_first, interval
 
 
 def test_one_of_several_optimizers_overflows():
-    """Each skips for itself, and the scale falls once, as the largest of their flags says."""
+    """Each optimizer skips by its own flag, and the scale is lowered once if any flag is set."""
     for flags in ((False, True), (True, False), (True, True)):
         pair = [made(cls)[0] for cls in (ampopt.AdamW, Plain)]
         scaler = scaler_at(4.0, GradScaler)
@@ -151,7 +151,7 @@ def test_an_optimizer_without_gradients_is_not_stepped(cls, unscale_first):
 
 @each_kind
 def test_discard_drops_an_unscale(cls):
-    """An overflow that was unscaled and dropped is as if it had never been."""
+    """A discarded overflow has no effect on the scale."""
     torch.manual_seed(0)
     optimizer, params = made(cls)
     scaler = scaler_at(4.0, GradScaler)

@@ -150,7 +150,7 @@ def test_t7_update_takes_a_new_scale(kind, new):
 @fewer(0.5)
 @given(steps(5), st.integers(0, 5), st.booleans())
 def test_states_interchange_with_torchs_in_mid_training(steps, at, ours_first):
-    """A run that changes scalers half way is the run of either."""
+    """A run that changes scalers half way gives the results of a run with either scaler."""
     kinds = [torch.amp.GradScaler, GradScaler]
     runs = []
     for swap in (False, True):

@@ -103,7 +103,7 @@ def test_the_numbers_of_a_watched_optimizer_are_those_that_its_watch_logs():
 
 
 def test_no_framework_is_imported_unasked(with_torch):
-    """Neither is torch's compiler, whose import takes longer than all others."""
+    """Also torch's compiler is not imported: that would take longer than all other imports."""
     code = """
 import sys, ampopt.integrations
 assert not {"lightning", "accelerate", "transformers", "torch._dynamo"} & set(sys.modules)

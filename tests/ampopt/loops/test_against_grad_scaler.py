@@ -15,7 +15,7 @@ def parameter(grad=None, dtype=torch.float32):
 
 
 def scaler_at(scale, optimizer):
-    """A scaler that has seen a loss, as ``step`` demands."""
+    """A scaler that has scaled a loss, without which its ``step`` raises."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     p = optimizer.param_groups[0]["params"][0]
     scaler.scale(torch.zeros((), device=p.device))

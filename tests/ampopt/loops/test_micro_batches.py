@@ -16,10 +16,10 @@ from ampopt import DynamicLossScale
 from ampopt.testing.bits import bits, everything, state_of
 
 DENSE = [cls for cls in (*CLOSURE_FREE, *OWN) if cls is not ampopt.SparseAdam]
-"""Sparse gradients have a test of their own."""
+"""Optimizers for dense gradients; another test is for sparse ones."""
 
 Window = Sequence[Sequence[float]]
-"""A number for each micro-batch and each of the two parameters: sums of them are exact."""
+"""For each micro-batch, a number for each of the two parameters. Their sums are exact."""
 
 numbers = st.integers(-64, 64).map(lambda n: n / 16)
 windows = st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=1, max_size=4)
@@ -28,12 +28,12 @@ scales = st.integers(-4, 14).map(lambda n: 2.0**n)
 
 
 def backward(params: Any, numbers: Sequence[float], scaled: Any) -> None:
-    """The backward pass of a micro-batch: its gradients are ``numbers``, times the scale."""
+    """Run the backward pass of a micro-batch: gradients are ``numbers`` times the scale."""
     scaled(sum((p * n).sum() for p, n in zip(params, numbers, strict=True))).backward()
 
 
 def together(window: Window) -> list[float]:
-    """The window as one batch."""
+    """The sums of all micro-batches, as one batch."""
     return [sum(numbers) for numbers in zip(*window, strict=True)]
 
 
@@ -99,7 +99,7 @@ each_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @fewer(0.1)
 @given(trainings, scales)
 def test_an_accumulation_cycle_is_the_batch_that_it_adds_up_to(loop, cls, trainings, scale):
-    """Bitwise: all sums and powers of two are exact. And it counts once towards growth."""
+    """The bits are equal, as all sums and powers of two are exact; growth counts one step."""
     results = []
     for training in (trainings, [[together(window)] for window in trainings]):
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def test_an_overflow_in_any_micro_batch_skips_the_cycle(loop, cls, data):
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
 def test_an_accumulation_cycle_that_ends_early_is_dropped(cls):
-    """Results are as if neither the cycle nor its overflow had been."""
+    """Results are those of a run without the cycle and its overflow."""
     results = []
     for drops in (False, True):
         torch.manual_seed(0)

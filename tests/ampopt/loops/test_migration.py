@@ -111,7 +111,7 @@ GUIDES = {
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """What each guide's block defines; it is run once."""
+    """Run the block of a guide once, and return the names that it defines."""
     kept = {}
 
     def of(heading):

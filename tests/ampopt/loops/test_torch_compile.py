@@ -18,7 +18,7 @@ without_the_compilers_warning = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 GROWN = 16.0
-"""The scale behind so many steps."""
+"""The scale after the steps."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def nothing_compiled():
 
 
 class Graphs:
-    """A backend of ``torch.compile`` that runs graphs as they are, and counts."""
+    """A backend of ``torch.compile`` that runs graphs uncompiled, and counts graphs and runs."""
 
     def __init__(self) -> None:
         self.compiled = self.runs = 0
@@ -45,7 +45,7 @@ class Graphs:
 
 
 class Loop:
-    """A model, an optimizer of it, and ways to take a step with them."""
+    """A model, its optimizer, and functions that take one step in different ways."""
 
     def __init__(self, make: Any) -> None:
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
@@ -153,7 +153,7 @@ def test_a_compiled_step_under_torchs_scaler_gives_the_same(make):
 @pytest.mark.parametrize("form", ["function", "step"])
 @pytest.mark.parametrize("cls", [ampopt.SparseAdam, ampopt.Adafactor, ampopt.AdamW, ampopt.LBFGS])
 def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
-    """Where graphs may end in nested calls, too, as the compiler's own tests have it."""
+    """With nested graph breaks, too, as the tests of torch's compiler have them."""
 
     def losses(compiled: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -183,7 +183,7 @@ def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
 
 @without_the_compilers_warning
 def test_a_line_search_rounds_as_where_nothing_is_compiled():
-    """Torch leaves the step of its LBFGS to Python, too."""
+    """Torch, too, does not compile the step of LBFGS, so results are those without a compiler."""
 
     def trained(cls: Any, compiled: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -30,10 +30,10 @@ both_ways = pytest.mark.parametrize("unscale_first", [False, True])
 
 @pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN, ampopt.LBFGS])
 def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
-    """Torch runs it after it has judged the gradients, which are new then: parameters become NaN.
+    """Trap: torch calls the closure after its test of the gradients, and applies new ones untested.
 
-    ``ampopt.GradScaler`` runs it, and runs it again: see grad_scaler/test_closures. Accelerate,
-    which passes it so, is in tests/frameworks.
+    Parameters may become NaN. ``ampopt.GradScaler`` calls the closure again after an overflow: see
+    grad_scaler/test_closures.py. Accelerate passes closures by position: see tests/frameworks.
     """
     # torch.optim.LBFGS takes one group of any shape, and the others matrices.
     optimizer, _ = made(cls)
@@ -54,7 +54,7 @@ def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
 @on_each_backend
 @each_of_all
 def test_t2_a_flag_of_2_skips(cls):
-    """Torch's fused kernels skip at 1 only, and its scaler adds up the flags of several devices."""
+    """Trap: torch's fused kernels skip only if the flag is 1; flags of several devices add up."""
     optimizer, params = made(cls)
     give(optimizer, 1.0)
     before = everything(optimizer)["parameters"]
@@ -70,7 +70,7 @@ def test_t2_a_flag_of_2_skips(cls):
 @on_each_backend
 @each_of_all
 def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
-    """On it torch's fused AdamW fails: it expects none."""
+    """Trap: torch's fused AdamW fails, as it expects a flag without dimensions."""
     optimizer, _ = made(cls)
     give(optimizer, 1.0)
     before = everything(optimizer)["parameters"]
@@ -85,7 +85,7 @@ def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
 @each_of_all
 @pytest.mark.parametrize("bad", [False, True])
 def test_t3_a_sharded_scaler_steps_after_unscale(cls, bad, process_group):
-    """Only ``unscale_`` of that scaler tells the other ranks, so that it has to be called first."""
+    """Only ``unscale_`` of this scaler shares the flag with other ranks, so call it first."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     optimizer, _ = made(cls)
@@ -112,10 +112,10 @@ def test_t3_a_sharded_scaler_steps_after_unscale(cls, bad, process_group):
     [(torch.amp.GradScaler, False), (ampopt.GradScaler, False), (ampopt.GradScaler, True)],
 )
 def test_t5_an_overflow_by_unscaling_is_not_applied(cls, scaler_class, unscale_first):
-    """Torch judges scaled gradients, and a scale below 1 makes them larger.
+    """Trap: torch tests scaled gradients, and dividing by a scale below 1 makes them larger.
 
-    Where torch's own ``unscale_`` has judged them, its verdict stands: what it missed cannot be
-    told from what a user did to the gradients since.
+    After torch's own ``unscale_``, its test decides: an overflow that it missed cannot be told from
+    an edit of the gradients by the user.
     """
     optimizer, _ = made(cls)
     before = everything(optimizer)["parameters"]
@@ -129,7 +129,7 @@ def test_t5_an_overflow_by_unscaling_is_not_applied(cls, scaler_class, unscale_f
 
 @each_of_all
 def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
-    """0 times infinity is NaN, which torch applies, and the scale stays 0 for ever."""
+    """Trap: 0 times infinity is NaN, which torch applies; and the scale stays 0."""
     optimizer, _ = made(cls)
     before = everything(optimizer)["parameters"]
     scaler = scaler_at(2.0**-149)
@@ -145,10 +145,11 @@ def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
 
 @pytest.mark.parametrize("cls", BY_RULE)
 def test_t6_a_parameter_of_two_optimizers_is_unscaled_once(cls):
-    """Torch unscales the gradient in place, once for each; a rule unscales as it reads.
+    """Trap: torch unscales a shared gradient in place, once for each optimizer.
 
-    A scaler's step leaves it unscaled all the same. Torch's scaler would have a second optimizer
-    unscale it again, whosever that is; ``ampopt.GradScaler`` refuses.
+    A rule unscales the values that it reads. After the step of a scaler, ``p.grad`` is unscaled all
+    the same. With torch's scaler, a second optimizer of any class would unscale again;
+    ``ampopt.GradScaler`` raises.
     """
     runs = []
     for scale in (1.0, 2.0**10):
@@ -176,7 +177,7 @@ def test_t6_a_parameter_of_two_optimizers_is_unscaled_once(cls):
     ids=str,
 )
 def test_t7_a_schedule_that_cannot_work_is_refused(options):
-    """Torch takes most of these, and then never grows, or is NaN from the first step on."""
+    """Trap: torch accepts most of these. The scale then never grows, or is NaN at once."""
     (name,) = options
     for make in (
         lambda: DynamicLossScale(**options),
@@ -190,7 +191,7 @@ def test_t7_a_schedule_that_cannot_work_is_refused(options):
 @each_of_all
 @both_ways
 def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
-    """Torch's run after fused skipped steps, and not after others."""
+    """Trap: torch's hooks run after a skipped fused step, and not after another skipped step."""
     optimizer, _ = made(cls)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -205,7 +206,7 @@ def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
 @pytest.mark.parametrize("cls", BY_RULE)
 @pytest.mark.parametrize("bad", [False, True])
 def test_t8_gradients_are_left_unscaled_by_a_scaler_and_as_they_were_without(cls, bad):
-    """Torch leaves unscaled ones after one kind of skip, and scaled ones after the other."""
+    """Trap: torch leaves unscaled gradients after one kind of skip, scaled ones after the other."""
     optimizer, params = made(cls)
     give(optimizer, INF if bad else 1.0)
     unscaled = bits([p.grad for p in params])
@@ -219,7 +220,7 @@ def test_t8_gradients_are_left_unscaled_by_a_scaler_and_as_they_were_without(cls
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled(shape):
-    """1.5 times 65536 is more than float16 holds; torch widens a loss without dimensions only."""
+    """Trap: 1.5 * 65536 overflows float16, and torch widens only losses without dimensions."""
     loss = torch.full(shape, 1.5, dtype=torch.float16)
     for scaled in (
         ampopt.scale_outputs(loss, 2.0**16),
@@ -235,9 +236,9 @@ def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled(shape):
 @fewer(0.1)
 @given(steps(), st.booleans())
 def test_t10_every_group_counts_the_finite_steps_and_unscales_once(cls, steps, unscale_first):
-    """Apex and TransformerEngine count by the flag of the step before, differently by group.
+    """Trap: apex and TransformerEngine advance counts of a group by the flag of the step before.
 
-    And they unscale in any case, so that what was unscaled first is unscaled twice.
+    They also unscale in every step, so gradients that were unscaled before are unscaled twice.
     """
     _, params = made(cls)
     optimizer = cls([{"params": [p]} for p in params], lr=0.25)
@@ -267,7 +268,7 @@ def test_t10_every_group_counts_the_finite_steps_and_unscales_once(cls, steps, u
 @fewer(0.3)
 @given(st.lists(st.booleans(), max_size=8), st.lists(st.booleans(), max_size=8))
 def test_t11_no_way_to_copy_a_scale_forgets_its_floor(name, before, after):
-    """Jmp's tree_flatten leaves the floor out, which any jit or tree_map then resets to 1."""
+    """Trap: jmp's ``tree_flatten`` omits the floor, so any jit or tree_map resets it to 1."""
 
     def follow(scale: Any, flags: list[bool]) -> Any:
         for flag in flags:

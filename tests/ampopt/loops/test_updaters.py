@@ -18,19 +18,19 @@ STEPS = 500
 
 
 def gradients() -> list[float]:
-    """Numbers that overflow under large scales, and a few under all but small ones."""
+    """Numbers of which some overflow under large scales, and a few under all but small scales."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(0, 100, (3 * STEPS,), generator=generator).tolist()
     return [(-1.0) ** n * (512.0 if n < 2 else 32.0 if n < 6 else n / 64) for n in sizes]
 
 
 def times(number: float, scale: float) -> float:
-    """The product in float16."""
+    """``number * scale`` in float16."""
     return float(torch.tensor(number).half() * torch.tensor(scale).half())
 
 
 class Weight(torch.nn.Module):
-    """One number, which the model multiplies by in float16."""
+    """A model that multiplies its input by one parameter in float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def mean(outputs: torch.Tensor) -> torch.Tensor:
 
 
 class TheirUpdater:
-    """NNabla's ``DynamicLossScalingUpdater``, of one weight; its loop, condition by condition."""
+    """A transcription of NNabla's ``DynamicLossScalingUpdater``, for one weight."""
 
     def __init__(self, feed: Any, scale: float, n: int, weight_decay: float, lr: float) -> None:
         self.feed, self.scale, self.scaling_factor, self.n = feed, scale, 2.0, n
@@ -91,9 +91,9 @@ def test_nnablas_updater(tmp_path, capsys):
 
 
 class TheirCell:
-    """MindSpore's ``TrainOneStepWithLossScaleCell`` and ``DynamicLossScaleUpdateCell``.
+    """A transcription of MindSpore's ``TrainOneStepWithLossScaleCell``, for one weight.
 
-    Of one weight, and with what the guide's cell does to gradient and loss.
+    Includes ``DynamicLossScaleUpdateCell``, and what the guide's cell does to gradient and loss.
     """
 
     def __init__(self, loss_scale: float, window: int, clip: float, lr: float) -> None:

@@ -52,7 +52,7 @@ def fresh_dynamo() -> Any:
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_a_compiled_model(ours, theirs, fresh_dynamo):
-    """With Dynamo and AOTAutograd, but for the code: Inductor's would take a minute here."""
+    """With Dynamo and AOTAutograd. Inductor's code generation would take a minute."""
     results = []
     for cls in (ours, theirs):
         net = network()
@@ -141,7 +141,7 @@ def test_a_skipped_step_averages_what_there_was(cls):
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 @pytest.mark.parametrize("how", ["norm", "value", "inside"])
 def test_clipping(ours, theirs, how):
-    """By ``torch.nn.utils``, and by ``max_norm``, as under torch's scaler."""
+    """Clipping by ``torch.nn.utils``, and by ``max_norm``, gives the results of torch's scaler."""
 
     def clip(net: Any) -> None:
         if how == "value":
@@ -182,7 +182,7 @@ def test_clipping(ours, theirs, how):
 @pytest.mark.parametrize("cls", [*(ours for ours, _ in PAIRS), Plain, HostCounted])
 @pytest.mark.parametrize("overflowed", [False, True])
 def test_gradients_of_functions(cls, overflowed):
-    """``functional_call`` and ``grad``, without a backward pass or hooks, put into ``p.grad``."""
+    """``functional_call`` and ``grad`` compute gradients without a backward pass or hooks."""
     results = []
     for functional in (False, True):
         torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_gradients_of_functions(cls, overflowed):
 
 
 def test_gradients_for_each_sample_that_overflow():
-    """``vmap`` of ``grad``: one bad sample of a mean skips the step; left out, it does not."""
+    """By ``vmap`` of ``grad``: one bad sample in the mean skips the step."""
     optimizer, params = made(ampopt.SGD, lr=1.0)
     samples = torch.tensor([1.0, INF, 2.0])
     grads = torch.vmap(torch.func.grad(lambda p, x: (p * x).sum()), (None, 0))
@@ -233,7 +233,7 @@ def test_gradients_for_each_sample_that_overflow():
 
 @pytest.fixture
 def moves_by_swapping() -> Any:
-    """Moving a module swaps its tensors, as it does for the DTensors of FSDP2."""
+    """Make ``Module.to`` swap tensors, as it does for the DTensors of FSDP2."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -243,7 +243,7 @@ def moves_by_swapping() -> Any:
 @pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, ampopt.extend(Plain)])
 @pytest.mark.usefixtures("moves_by_swapping")
 def test_a_model_is_moved_between_steps_and_within_an_accumulation(cls, accumulates, backend):
-    """Torch refuses to swap a parameter to which there is a weak reference."""
+    """Torch refuses to swap a parameter that has a weak reference."""
     results = []
     for moved in (False, True):
         model = torch.nn.Linear(4, 4, bias=False)
@@ -271,7 +271,7 @@ def test_a_model_is_moved_between_steps_and_within_an_accumulation(cls, accumula
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("saved_by", ["ours", "torch", "ours with masters"])
 def test_states_by_the_names_of_parameters(ours, theirs, flat, saved_by):
-    """``get_state_dict`` makes the state that is to be loaded into by a step, which is undone."""
+    """``get_state_dict`` takes a step to make states, and then undoes it."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_state_dict,

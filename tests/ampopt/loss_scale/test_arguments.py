@@ -48,7 +48,7 @@ def test_none_is_a_plain_step_that_checks_nothing(param, split):
 
 @both_ways
 def test_none_is_a_plain_step_also_without_gradients(split):
-    """What a step does without gradients is its own affair where nothing is checked."""
+    """Without a test for overflow, a step without gradients is called as usual."""
     param = Parameter(torch.ones(2))
     optimizer = HostCounted([param])
     if split:
@@ -59,15 +59,15 @@ def test_none_is_a_plain_step_also_without_gradients(split):
     assert optimizer.param_groups[0]["step"] == 1
 
 
-class CopyOnWriteMode(TorchDispatchMode):
-    """Notes the operations that make or send a tensor of numbers that the host knows."""
+class RecordedOperations(TorchDispatchMode):
+    """Records the operations that make a tensor of known numbers, or copy one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """See the mode."""
+        """Record the operation, and run it."""
         name = func.overloadpacket.__name__
         if name in ("full", "fill_", "zero_", "zeros", "_to_copy", "copy_", "lift_fresh"):
             self.seen.append(name)
@@ -83,7 +83,7 @@ def test_a_number_passed_again_is_not_sent_again(param):
         return scale
 
     first = sent(2.0)
-    with CopyOnWriteMode() as writes:
+    with RecordedOperations() as writes:
         again = sent(2.0)
     assert writes.seen == []
     other = sent(4.0)
@@ -93,7 +93,7 @@ def test_a_number_passed_again_is_not_sent_again(param):
 @both_ways
 @pytest.mark.parametrize("without", [False, True])
 def test_the_scale_after_a_number_is_the_callers_own(param, split, without):
-    """To change in place, also where there were no gradients to learn from."""
+    """The user may change the scale in place, also if no parameter had a gradient."""
     optimizer = sgd(param)
     before = param.detach().clone()
     grad, param.grad = param.grad, None if without else param.grad
@@ -185,7 +185,7 @@ REBOUND: dict[str, Any] = {
 @pytest.mark.parametrize("way", REBOUND)
 @pytest.mark.parametrize("start, expected", [(1.0, 1.0), (2.0, 1.0), (1.5, 0.375)])
 def test_one_stays_one_in_a_loop_that_assigns_the_returned_scale(param, way, start, expected):
-    """It scales nothing, and a number never grows: a loop would end where float32 ends."""
+    """A scale of 1 tests for overflow only; if it were halved, it would never grow back."""
     optimizer, scale = sgd(param), start
     for _ in range(2):
         overflow(param)
@@ -218,7 +218,7 @@ def test_a_closure_is_run_again_under_less_than_one(param, unscales, one):
 @pytest.mark.parametrize("by_hand", [False, True])
 @given(number=st.sampled_from([3.7, 0.1]) | st.floats(2.0**-20, 2.0**20))
 def test_a_closure_gets_the_number_that_gradients_are_divided_by(unscales, by_hand, number):
-    """float64 gradients would show it if the closure got a number that float32 does not have."""
+    """With float64 gradients, a scale that is not rounded to float32 would show."""
     param = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     optimizer = sgd(param)
 

@@ -147,7 +147,7 @@ class TestDevice:
             scale.next(torch.zeros((), device="meta"))
 
     def test_only_item_and_the_like_read_the_number(self):
-        """Meta tensors have none to read, and fake ones refuse."""
+        """Meta tensors have no values, and fake tensors refuse to be read."""
         scale = DynamicLossScale.like("megatron", device="meta")
         for flag in (1.0, torch.zeros(1, device="meta"), torch.zeros(())):
             repr(next_scale(scale.next(flag), scale.next(0)))

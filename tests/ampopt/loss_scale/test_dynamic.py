@@ -158,7 +158,7 @@ class TestSchedule:
 
     @given(settings=settings_of_scales(), history=histories)
     def test_follows_its_description(self, settings, history):
-        """Against a simulation that looks at the whole history, and keeps no counters."""
+        """Compared with a simulation that keeps no counters, but looks at the whole history."""
         scale = DynamicLossScale(**settings)
         value = settings["init_scale"]
         first = settings["growth_interval"] + settings["growth_offsets"][0]

@@ -27,7 +27,7 @@ pytree.register_pytree_node(Output, lambda o: ([o.loss], None), lambda leaves, _
 
 
 def forms(number):
-    """Everything that ``S`` may be."""
+    """All kinds of scales that ``scale_outputs`` accepts, with the value ``number``."""
     return [
         number,
         torch.tensor(number, dtype=torch.float32),
@@ -58,7 +58,7 @@ def test_multiplies_in_float32_at_least(output, exponent):
 
 @given(number=st.floats(2.0**-126, 3.4028234663852886e38))
 def test_every_form_of_a_scale_is_the_same_number(number):
-    """Also in float64, where 0.1 and the float32 nearest to it differ."""
+    """Also for float64 outputs, where 0.1 differs from the nearest float32."""
     rounded = check_scale_number(number)
     for scale in (number, StaticLossScale(number), DynamicLossScale(init_scale=number)):
         assert scale_outputs(torch.ones((), dtype=torch.float64), scale).item() == rounded
@@ -120,7 +120,7 @@ def test_classes_of_structures():
 
 
 def test_outputs_on_several_devices():
-    """Meta tensors stand for a device: nothing can be read from them."""
+    """Meta tensors stand for another device: their values cannot be read."""
     outputs = {"here": torch.ones(2), "there": torch.ones(2, device="meta")}
     for scale in forms(2.0):
         got = scale_outputs(outputs, scale)

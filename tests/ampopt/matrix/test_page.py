@@ -23,7 +23,7 @@ def eager():
 
 
 def table(text: str) -> dict[str, str]:
-    """The row of each optimizer, without the numbers of the notes."""
+    """The row of each optimizer, without the numbers of footnotes."""
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     return {row.split("`")[1]: re.sub(r" \(\d+\)", "", row) for row in rows}
 
@@ -45,7 +45,7 @@ def test_it_has_every_optimizer():
 
 
 def deaf(base: Any) -> Any:
-    """Steps whatever it is given, and loads nothing, under the name of ``base``."""
+    """A wrong subclass of ``base``: it never skips, and loads no state."""
 
     def unscale_and_step(self: Any, closure: Any = None, scale: Any = None, **options: Any) -> Any:
         scale = options.get("grads_scaled_by", scale)

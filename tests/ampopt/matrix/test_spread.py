@@ -8,7 +8,7 @@ from ampopt.matrix.spread import ddp
 
 
 def test_a_group_outlives_its_model():
-    """A reducer that is the last to let go of its group may wait for it forever."""
+    """DDP's reducer may wait forever if it holds the last reference to its group."""
 
     def trained():
         with ddp() as spread:

@@ -18,14 +18,14 @@ FLOAT16_MAX = 65504.0
 
 
 class Explodes(nn.Module):
-    """Its values are infinite."""
+    """Returns infinities."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * INF
 
 
 class Block(nn.Module):
-    """A block of a residual network; ``inner`` is between its layers."""
+    """A residual block with the module ``inner`` between its two layers."""
 
     def __init__(self, inner: nn.Module | None = None):
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class SteepRoot(nn.Module):
-    """Its values are small and finite, its gradient at 0 is not."""
+    """Returns small, finite values; the gradient at 0 is infinite."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 0).sqrt()
@@ -176,7 +176,7 @@ def test_a_batch_that_is_not_finite_is_not_blamed_on_the_module():
 
 
 class Attention(nn.Module):
-    """One head, with scores that are not scaled down."""
+    """One attention head whose scores are not scaled down."""
 
     def __init__(self):
         super().__init__()
@@ -416,7 +416,7 @@ def test_the_error_names_the_module_that_explodes_among_26_parameters(kind, watc
 
 
 class OverflowsAbove(nn.Module):
-    """Its gradient is infinite if what it is given is larger than ``limit``."""
+    """Its gradient is infinite where the incoming gradient exceeds ``limit``."""
 
     def __init__(self, limit: float):
         super().__init__()

@@ -24,12 +24,12 @@ SHAPES = ((3, 5), ())
 
 
 class Peer(NamedTuple):
-    """Another implementation.
+    """Another implementation of an optimizer.
 
     Attributes:
         cls: the optimizer under test.
-        options: that it is given.
-        theirs: makes the other one.
+        options: the arguments of ``cls`` besides the parameters.
+        theirs: makes the other implementation, from parameters.
     """
 
     cls: type[Any]
@@ -107,7 +107,7 @@ each_peer = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.cls.__n
 
 
 def gradients(steps: int) -> list[list[Tensor]]:
-    """Noise around means that turn slowly, of many magnitudes."""
+    """Gradients of many magnitudes: noise around means that change slowly."""
     random = np.random.default_rng(0)
     columns = []
     for shape in SHAPES:
@@ -118,7 +118,7 @@ def gradients(steps: int) -> list[list[Tensor]]:
 
 
 def train(optimizer: Any, params: list[Parameter], steps: int, step: Any, scale: float) -> None:
-    """Take ``steps`` steps, some with a second call, and end with the average of steps."""
+    """Take ``steps`` steps; call ``update_hessian`` and ``eval`` of optimizers that have them."""
     for index, grads in enumerate(gradients(steps)):
         if index % 10 == 5 and hasattr(optimizer, "update_hessian"):
             for p, g in zip(params, grads, strict=True):

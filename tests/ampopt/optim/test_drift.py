@@ -26,12 +26,12 @@ OPTION_SETS = [
     named("ASGD", "t0"),
 ]
 SLACK = 1.05
-"""Two roundings of one sum are apart by chance: measured, by 0.1 %."""
+"""Two roundings of one sum differ at random; the measured difference was 0.1 %."""
 
 
 @pytest.fixture(scope="module")
 def gradients() -> Tensor:
-    """Noise around a mean that turns slowly, in float32, so that all begin from the same."""
+    """Float32 gradients, the same for all optimizers: noise around a mean that changes slowly."""
     random = np.random.default_rng(0)
     phase = random.uniform(0, 2 * np.pi, ELEMENTS)
     turning = np.sin(np.arange(STEPS)[:, None] / 200 + phase)

@@ -46,12 +46,12 @@ def test_a_parameter_without_elements_has_the_same_state_on_every_backend(cls):
 
 
 LATER = {ampopt.LBFGS: ("maximize",)}
-"""Arguments that torch has had since 2.15 only."""
+"""Arguments that torch has only since 2.15."""
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)
 def test_a_constructor_shows_the_arguments_that_it_takes(cls):
-    """To ``help``, and to who asks whether ``"fused"`` is among them."""
+    """``help`` shows them, and code that looks for ``"fused"`` in the signature finds it."""
     torchs = inspect.signature(torch_twin(cls)).parameters
     shown = inspect.signature(cls).parameters
     assert list(shown.values())[: len(torchs)] == list(torchs.values())
@@ -104,7 +104,7 @@ def test_every_optimizer_of_torch_is_here():
 
 @pytest.mark.parametrize("cls", BUILT_IN)
 def test_the_docstring_of_a_built_in_names_every_argument(cls):
-    """Each by its own entry, or by one that says it is as in torch's class."""
+    """Each argument has an entry, or is named in the one for arguments of torch's class."""
     doc = inspect.getdoc(cls) or ""
     assert f"as in ``torch.optim.{cls.__name__}``" in " ".join(doc.split())
     _, arguments = doc.split("Args:\n")
@@ -120,7 +120,7 @@ def test_the_docstring_of_a_built_in_names_every_argument(cls):
 
 @pytest.mark.parametrize("cls", [c for c in BUILT_IN if c is not ampopt.Muon])
 def test_a_built_in_that_differs_says_how(cls):
-    """All but Muon do: rules by the arithmetic of half precision, and most by where they count."""
+    """All but Muon differ: rules round half precision once, and most keep counts on the device."""
     _, differs = (inspect.getdoc(cls) or "").split("Differs from torch: ")
     if cls in BY_RULE:
         assert "float16" in differs

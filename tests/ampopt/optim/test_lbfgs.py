@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 class Valley:
-    """Rosenbrock's valley, whose gradients can be made to overflow above a limit."""
+    """Minimizes Rosenbrock's function; gradients above a limit overflow."""
 
     def __init__(
         self, cls: Any, limit: float = INF, start: tuple[float, ...] = (-1.25, 2.0), **options: Any
@@ -62,7 +62,7 @@ class Valley:
 both_forms = pytest.mark.parametrize("form", ["unscale_and_step", "step_after_unscale"])
 line_searches = pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
-"""Of tests of what happens on the host, which no kernel decides."""
+"""For tests of what the host does, in which kernels have no part."""
 
 
 def options_of(line_search: str | None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def snapshot_with_tensors(valley: Valley) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_everything_is_as_before_when_an_evaluation_fails(form, line_search, steps_before, at):
-    """Parameters, histories and counts, wherever in the step, with and without history."""
+    """Parameters, histories and counts are restored, in a first step and in a later one."""
     valley = Valley(ampopt.LBFGS, **options_of(line_search))
     for _ in range(steps_before):
         valley.step(form, 2.0)
@@ -166,7 +166,7 @@ def test_a_loss_that_is_not_finite_is_named(form):
 
 @both_forms
 def test_torchs_own_lbfgs_would_have_taken_the_overflow(form):
-    """What the replay is for: the same closure under torch's optimizer ends in NaN."""
+    """Without replay, the same closure makes torch's LBFGS end in NaN."""
     theirs = Valley(torch.optim.LBFGS, limit=100.0)
     theirs.optimizer.step(theirs.closure)
     assert not all(p.isfinite() for p in theirs.params)
@@ -247,7 +247,7 @@ def test_float16_gradients_are_refused_with_the_way_out():
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_saving_and_loading_at_any_point_changes_nothing(at):
-    """Also the history, which torch casts to the dtype of the first parameter."""
+    """Also the history, which torch's loader casts to the dtype of the first parameter."""
     trained = []
     for saves in (False, True):
         params = [
@@ -269,7 +269,7 @@ def test_saving_and_loading_at_any_point_changes_nothing(at):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])
 def test_copies_step_as_the_original_does(duplicate):
-    """Torch's own cannot: a copy of it has lost its parameters."""
+    """A copy of torch's LBFGS has lost its parameters."""
     valley = Valley(ampopt.LBFGS)
     valley.step("unscale_and_step", 2.0)
     twin = duplicate(valley)

@@ -15,7 +15,7 @@ from support.torch_options import (
     OPTION_SETS,
     RICH,
     ULPS,
-    NoCommonGroupError,
+    Distance,
     OptionSet,
     assert_train_alike,
     give,
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.parametrize("backend", ["eager", "triton", "compiled"],
 
 
 def steps_for(options: OptionSet, backend: str) -> range:
-    """Enough steps to show every branch of the formula; fewer where steps are slow."""
+    """As many steps as reach every branch of the formula; fewer if steps are slow."""
     if options.name == "Muon":
         return range(3)  # products of bfloat16 matrices take the CPU milliseconds
     if backend != "triton":
@@ -117,7 +117,7 @@ def test_a_learning_rate_on_the_device_may_change_at_every_step(options, backend
     ours = options.ours(initial(options), lr=lrs[0])
     torchs = options.torchs(initial(options), lr=lrs[1])
     source = gradients(options)
-    apart = NoCommonGroupError(torchs)
+    apart = Distance(torchs)
     for _ in steps_for(options, backend):
         grads = source()
         give(ours, grads)
@@ -246,7 +246,7 @@ def test_a_learning_rate_that_changes_after_a_skipped_first_step_is_the_first_on
 
 
 class NoReadBack(TorchDispatchMode):
-    """Refuses what makes a host wait for a device."""
+    """Raises if a value is read from a tensor, which would make the host wait for a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"
@@ -338,7 +338,7 @@ def test_sparse_gradients_give_the_results_of_torch(name, backend):
     like = named("SparseAdam")
     ours, torchs = options.ours(initial(like)), options.torchs(initial(like))
     source = gradients(like)
-    apart = NoCommonGroupError(torchs)
+    apart = Distance(torchs)
     for bad in (True, False, True, False):
         grads = source()
         give(ours, spoiled(grads) if bad else grads, 8.0)
@@ -402,7 +402,7 @@ def float64_by_default():
 
 @each_rule
 def test_scalar_states_are_float64_where_that_is_the_default(options, backend, float64_by_default):
-    """Results that are computed from these states are as precise as torch's."""
+    """float64 is torch's default dtype here. Results are as precise as torch's."""
     ours, torchs = (
         make(initial(options, torch.float64)) for make in (options.ours, options.torchs)
     )
@@ -421,7 +421,7 @@ def test_scalar_states_are_float64_where_that_is_the_default(options, backend, f
 
 @each_rule
 def test_a_skip_after_a_checkpoint_of_torchs_changes_no_dtype(options, backend):
-    """Of parameters of two dtypes: torch's NAdam casts ``mu_product`` to that of its parameter."""
+    """With two dtypes: torch's NAdam casts ``mu_product`` to the dtype of its parameter."""
     if options.name == "Adafactor":
         pytest.skip("has no state that torch casts")
     dtypes = (torch.float64, torch.float32)
@@ -444,7 +444,7 @@ def test_a_skip_after_a_checkpoint_of_torchs_changes_no_dtype(options, backend):
 
 
 def test_scalar_states_of_two_precisions_keep_them(backend):
-    """Loaded states of torch's NAdam are such: torch casts ``mu_product``, and not ``step``."""
+    """Torch's NAdam saves such states: it casts ``mu_product``, and does not cast ``step``."""
     ours, torchs = (
         cls(initial(named("NAdam"), torch.float64), lr=0.1)
         for cls in (ampopt.NAdam, torch.optim.NAdam)

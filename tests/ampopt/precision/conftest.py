@@ -7,7 +7,7 @@ from support.requirements import skip_unless_it_runs
 
 @pytest.fixture
 def fresh_dynamo(request):
-    """Nothing is compiled yet, whatever ran before."""
+    """Remove all compiled code, so that a test does not depend on earlier ones."""
     if "inductor" in request.node.name:
         skip_unless_it_runs("compiled")
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ LOW, FULL = torch.bfloat16, torch.float32
 
 
 class Net(nn.Module):
-    """With tied weights, buffers, norms, and an attention."""
+    """A model with tied weights, buffers, norms and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_gradients_that_are_there_are_cast_too():
 
 
 class Manual(nn.Module):
-    """A network like those of MindSpore's scripts: some float16 convolutions, and casts by hand."""
+    """A model like those of MindSpore's scripts: float16 convolutions, and casts in ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()

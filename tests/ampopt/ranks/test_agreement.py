@@ -43,7 +43,7 @@ DIFFERENT: dict[str, list[str]] = {
 
 
 def differing(what: str) -> str:
-    """What a rank is told that is asked for something else than the other."""
+    """The error on this rank, if the two ranks make calls that differ in ``what``."""
     rank = torch.distributed.get_rank()
     optimizer, param = made()
     scale: Any = 4.0
@@ -84,7 +84,11 @@ def test_each_rank_raises_and_names_what_differs(two_ranks, what):
 
 
 def differing_later(what: str) -> tuple[int, str, int]:
-    """On a device: after how many steps this rank is told, what, and how often it looked before."""
+    """How ranks that differ in one later step learn of it on a device.
+
+    Returns the number of steps until this rank raises, the message, and how often the host read a
+    tensor before.
+    """
     looks: list[str] = []
     with as_on_a_device():
         optimizer, param = made()
@@ -115,7 +119,7 @@ def test_on_a_device_ranks_raise_within_20_steps_without_waiting(two_ranks, what
 
 
 def judged_by_loss(form: str) -> list[Any]:
-    """Which steps are skipped for their losses, the parameter, and what the causes have learned."""
+    """For each step, whether its loss skipped it; the parameter; and the state of ``skip_when``."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     rank, loss_of, start = torch.distributed.get_rank(), {}, torch.ones(2)
@@ -172,7 +176,7 @@ def test_the_loss_is_the_mean_over_the_ranks_that_have_one(two_ranks, form):
 
 
 def without_process_group(loss: bool) -> str:
-    """What a rank is told whose loss is judged, though nobody says with which others."""
+    """The error on this rank, if a loss is checked and no process group is named."""
     param = Parameter(torch.ones(2))
     optimizer = ampopt.SGD([param], lr=0.5)
     if not loss:  # of a group that is named none gives one
@@ -196,7 +200,7 @@ def test_a_loss_without_a_process_group_raises_and_names_the_fix(two_ranks):
 
 
 def overflowing(bad: list[int], form: str) -> list[str]:
-    """What each of four ranks is told of a step whose gradients overflow on ``bad``."""
+    """What each of four ranks reports of a step whose gradients overflow on the ranks ``bad``."""
     rank = torch.distributed.get_rank()
     optimizer, param = made()
     grad = torch.full((2,), float("inf") if rank in bad else 1.0)
@@ -227,7 +231,7 @@ def test_each_rank_knows_which_others_overflowed(four_ranks, form):
 
 
 def made_before_fully_shard(cls: str) -> int:
-    """How often three steps warn, of an optimizer whose parameters the model has no more."""
+    """How many of three steps warn, if the model no longer has the parameters of the optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     model: Any = torch.nn.Linear(2, 1)
@@ -285,7 +289,7 @@ ONE_RANK_CALLS: dict[str, Any] = {
     "several": lambda optimizer: ampopt.unscale_and_step([optimizer], 2.0),
     "reading": lambda optimizer: optimizer._ampopt.watch.gather(),
 }
-"""Control points, and the collective by which a watch is read."""
+"""The methods of an optimizer that all-reduce, and the collective that reads a watch."""
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon", "LAMB"])

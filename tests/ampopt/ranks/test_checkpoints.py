@@ -41,7 +41,7 @@ def made(module: Any, masters: bool) -> tuple[Any, Any]:
 
 
 def whole(model: Any, optimizer: Any) -> dict[Any, Any]:
-    """Parameters and states, put together, by name."""
+    """Parameters and states by name, gathered from all ranks."""
     import torch.distributed.checkpoint.state_dict
 
     dcp: Any = torch.distributed.checkpoint
@@ -54,7 +54,7 @@ def whole(model: Any, optimizer: Any) -> dict[Any, Any]:
 
 
 def saved(folder: str, made_by: str, masters: bool) -> dict[Any, Any]:
-    """What was saved after two steps."""
+    """Save a checkpoint after two steps, and return the gathered parameters and states."""
     import torch.distributed.checkpoint.state_dict
 
     dcp: Any = torch.distributed.checkpoint
@@ -67,7 +67,7 @@ def saved(folder: str, made_by: str, masters: bool) -> dict[Any, Any]:
 
 
 def loaded(folder: str, into: str, masters: bool) -> dict[Any, Any]:
-    """What was loaded, by an optimizer that can go on from there."""
+    """Load the checkpoint, check that the optimizer can step, and return what was loaded."""
     import torch.distributed.checkpoint.state_dict
 
     dcp: Any = torch.distributed.checkpoint
@@ -101,7 +101,7 @@ def test_what_some_ranks_saved_others_load(four_ranks, two_ranks, tmp_path, made
 
 
 def misplaced() -> str:
-    """What is said of states of a whole model, given to parts of it."""
+    """The error of a step if the states of a sharded parameter are those of the whole parameter."""
     model, optimizer = made(ampopt, False)
     trained(model, optimizer, 1)
     for state in optimizer.state.values():

@@ -18,15 +18,15 @@ from ampopt_kernels.native.build import cpp_compiler
 
 STEPS = 5
 RANGE = 90.0
-"""What gradients may be at most where a smaller range of numbers is pretended."""
+"""The largest gradient, for tests of a dtype of smaller range than float32."""
 
 
 class Strangers(torch.optim.SGD):
-    """Somebody else's, which knows nothing of scaling."""
+    """A third-party optimizer, without any loss scaling."""
 
 
 class Model(torch.nn.Module):
-    """Of two layers, between which gradients overflow sooner, on some of the ranks."""
+    """A model of two layers; on some ranks, gradients between the layers overflow sooner."""
 
     def __init__(self, overflows: bool) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def loss_of(model: Model, number: int) -> torch.Tensor:
 
 
 def by_hand(model: Model, step: Callable[[Any], Any]) -> Iterator[Any]:
-    """Results of ``step(scale)`` after each backward pass."""
+    """Yield the result of ``step(scale)`` after each backward pass."""
     scale: Any = ampopt.DynamicLossScale(init_scale=2.0**9, growth_interval=2)
     for number in range(STEPS):
         model.zero_grad()
@@ -171,7 +171,7 @@ LOOPS: dict[str, Callable[[Model], Iterator[Any]]] = {
 
 
 def trained(name: str) -> Any:
-    """What a sharded and a whole model come to: what is told after each step, and parameters."""
+    """Results of each step, and parameters in the end: of a sharded model, and of a whole one."""
     reached = []
     for model in (sharded(), Model(overflows=True)):
         told = [[float(getattr(x, "item", lambda x=x: x)()) for x in r] for r in LOOPS[name](model)]
@@ -193,7 +193,7 @@ def test_a_sharded_model_is_trained_as_a_whole_one(two_ranks, name):
 
 
 def offloaded() -> tuple[Any, Any, int]:
-    """Bits reached with and without offloading, and the calls of compiled updates with it."""
+    """Bits with and without offloading, and the number of calls of compiled updates with it."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     def train(**options: Any) -> Any:
@@ -218,7 +218,7 @@ def test_an_offloaded_model_is_stepped_by_the_compiled_loops_to_the_same_bits(tw
 
 
 class OnTheirRanks(torch.optim.SGD):
-    """Somebody else's, who has a use of their own for ``process_group``."""
+    """A third-party optimizer with an argument ``process_group`` of its own."""
 
     def __init__(self, params: Any, process_group: Any = None) -> None:
         super().__init__(params, lr=0.5)
@@ -226,7 +226,7 @@ class OnTheirRanks(torch.optim.SGD):
 
 
 class OnSomeRanks(torch.optim.SGD):
-    """Somebody else's, who keeps something under that name without being given it."""
+    """A third-party optimizer with an attribute ``process_group`` of its own, and no argument."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.5)
@@ -234,7 +234,7 @@ class OnSomeRanks(torch.optim.SGD):
 
 
 def overflowing_on_one_rank(theirs: str) -> tuple[float, float]:
-    """The scales that follow, by itself and under a scaler that is told of ranks."""
+    """The next scales: of the optimizer alone, and under a scaler with a process group."""
     world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     p = torch.nn.Parameter(torch.ones(1))
     optimizer: Any = {

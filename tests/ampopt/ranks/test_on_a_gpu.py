@@ -34,7 +34,7 @@ def nccl() -> Iterator[None]:
 
 
 def made(form: str) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """An optimizer; what is here of its parameters, and of their gradients, which stay."""
+    """An optimizer, the local shards of its parameters, and those of their gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -123,7 +123,7 @@ def test_a_decision_of_ranks_is_captured_and_replayed(form):
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_decision_comes_after_the_gradients_and_before_the_step(form, split):
-    """On a stream that is behind: NCCL waits for it, and it for NCCL."""
+    """The side stream is behind: NCCL must wait for the gradients, and the step for NCCL."""
     optimizer, params, grads = made(form)
     optimizer.unscale_and_step(grads_scaled_by=4.0)
     side = torch.cuda.Stream()

@@ -34,7 +34,7 @@ def gradient(part: int, bad: Any, factor: float) -> torch.Tensor:
 
 
 def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[str, Any]:
-    """What three steps make of these parts of the model, the second of which overflows."""
+    """States and parameters after three steps of some parts of the model; the second overflows."""
     params = [Parameter(START[part].clone()) for part in parts]
     cls: Any = {"Plain": Plain}.get(name) or getattr(ampopt, name)
     if form == "others'":
@@ -95,7 +95,7 @@ def test_parts_are_judged_as_one_model(two_ranks, form, name):
 
 
 def replicated(name: str) -> list[float]:
-    """Norms under what the user says of two ranks with a gradient of norm 1 each."""
+    """Squared norms with and without ``process_group`` and ``replicated``; each rank has norm 1."""
     p = Parameter(torch.ones(1))
     optimizer: Any = (Plain if name == "Plain" else getattr(ampopt, name))([p], lr=0.5)
     norms = []
@@ -114,7 +114,7 @@ def test_changed_attributes_of_ranks_take_effect_at_the_next_step(two_ranks, nam
 
 
 def grown() -> str:
-    """What is said of parameters that only one rank adds, in its second step."""
+    """The error in the second step, if one rank has added parameters."""
     p, q = (Parameter(torch.ones(1)) for _ in range(2))
     optimizer: Any = Plain([{"params": [p], "replicated": True}], lr=0.5)
     optimizer.process_group = world()
@@ -134,7 +134,7 @@ def test_parameters_that_one_rank_adds_are_noticed(two_ranks):
 
 
 def refused(what: str) -> str:
-    """The message that a rank gets."""
+    """The error on this rank, if the two ranks make calls that differ in ``what``."""
     rank = torch.distributed.get_rank()
     p = Parameter(torch.ones(2 + (what == "parameters" and rank)))
     group = [{"params": [p], "replicated": what == "parameters"}]
@@ -185,7 +185,7 @@ def test_ranks_that_make_different_calls_raise_on_each_of_them(two_ranks, what):
 
 
 class Evaluating(Plain):
-    """Evaluates the closure more often on rank 1."""
+    """Evaluates the closure once more on rank 1 than on rank 0."""
 
     def step(self, closure: Any = None) -> Any:
         for _ in range(1 + torch.distributed.get_rank()):
@@ -194,7 +194,7 @@ class Evaluating(Plain):
 
 
 def evaluated_apart() -> list[str]:
-    """The messages of two steps."""
+    """The errors of two steps whose closures the ranks evaluate different numbers of times."""
     p, texts = Parameter(torch.ones(1)), []
     optimizer = Evaluating([p], lr=0.5)
     optimizer.process_group = world()
@@ -218,7 +218,7 @@ def test_ranks_that_evaluate_a_closure_more_often_raise(two_ranks):
 
 
 def digested(digests: list[int]) -> str:
-    """What a rank is told whose parameters have one of these numbers."""
+    """The error on this rank, if the digests of the ranks' parameters are ``digests``."""
     p = Parameter(torch.ones(1))
     optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
     p.grad = torch.ones(1)
@@ -238,7 +238,7 @@ def test_a_rank_whose_count_of_parameters_is_the_mean_of_others_raises_too(four_
 
 
 def waiting() -> str:
-    """What the one rank is told that comes."""
+    """The error on rank 0, if rank 1 does not make the call."""
     group = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=1))
     p = Parameter(torch.ones(1))
     optimizer = ampopt.SGD([p], lr=0.5, process_group=group)
@@ -315,7 +315,7 @@ def test_copies_are_of_the_same_group_and_checkpoints_of_none(two_ranks):
 
 
 def with_data_parallel(nan_on: int) -> Any:
-    """A step with a closure whose loss is not finite on one of two ranks that hold all alike."""
+    """Take a step with a closure whose loss is NaN on one of two ranks with the same parameters."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     group = {"params": list(model.parameters()), "replicated": True}
@@ -417,7 +417,7 @@ def several_groups() -> str:
 
 
 def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
-    """Of the whole model, as this rank is told it, and as all of the model's gradients have it."""
+    """The norm of all gradients, as the optimizer computes it under FSDP1, and as expected."""
     import warnings
 
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy

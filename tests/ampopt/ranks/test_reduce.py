@@ -22,7 +22,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def apart(plain: bool) -> tuple[list[float], list[int]]:
-    """How far ranks are from one process, and how many all-reduces each step took."""
+    """The differences between ranks and one process, and the number of all-reduces of each step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -68,14 +68,14 @@ def apart(plain: bool) -> tuple[list[float], list[int]]:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_sums_are_over_whole_parameters(two_ranks, plain):
-    """Totals count each parameter once. The sums take one all-reduce besides the decision's."""
+    """Totals count each parameter once. The sums take one all-reduce more than the flag."""
     for far, counts in two_ranks.run(apart, plain):
         assert max(far) < 1e-6
         assert counts == [1 if plain else 2] * 4
 
 
 def without_gradients(rank_without: int) -> list[float]:
-    """Two ranks with parts of a model as ordinary tensors, one of which has no gradient."""
+    """The scalar states after a step in which rank ``rank_without`` has no gradient."""
     ampopt.set_backend("eager")
     rank = torch.distributed.get_rank()
     params = [Parameter(values((4,), rank))]
@@ -88,6 +88,6 @@ def without_gradients(rank_without: int) -> list[float]:
 
 
 def test_a_rank_without_gradients_takes_part(two_ranks):
-    """Nothing hangs, and the totals are those of the other rank."""
+    """The step does not hang, and totals are those of the other rank."""
     with_gradients, without = two_ranks.run(without_gradients, 1)
     assert with_gradients[0] == 1.0 and with_gradients[1] > 0 and without == []

@@ -28,7 +28,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "2-D": [(5, 6), (7,), (3, 2), (2,), (2,)],
     "strided": [(8, 3), (7, 2), (6,), (4, 3)],
 }
-"""Of the parameters, by layout."""
+"""The shapes of the parameters, for each layout."""
 ORDINARY: tuple[Any, list[Any]] = (None, [])
 
 
@@ -88,7 +88,7 @@ def trained(
     steps: list[dict],
     by_parts: bool,
 ) -> list[Any]:
-    """What each step tells, and the bits of what there is after it, put together."""
+    """The result of each step, and the gathered bits of parameters and states after it."""
     ampopt.set_backend(backend)
     shapes = SHAPES[layout]
     places = meshes(layout) if by_parts else [ORDINARY] * len(shapes)
@@ -204,7 +204,7 @@ def test_kernels_average_rows_and_columns_over_all_ranks(four_ranks, backend):
 
 
 def counted(layout: str) -> list[int]:
-    """Collectives of a step in each form: in one call, clipping, in two, plain, in a window."""
+    """The number of collectives of a step: in one call, clipped, split, plain, and accumulated."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     spread, counts = list(zip(SHAPES[layout], meshes(layout), strict=True)), []
@@ -242,7 +242,7 @@ def test_a_step_makes_one_all_reduce(four_ranks, layout):
 
 
 def changing(layout: str) -> tuple[list[int], dict[str, int]]:
-    """Collectives of steps in which other parameters have gradients, and why plans were made."""
+    """Collectives of steps in which other parameters have gradients, and reasons for new plans."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     spread, counts = list(zip(SHAPES[layout], meshes(layout), strict=True)), []
@@ -269,7 +269,7 @@ MATRICES = [(5, 4), (3, 8)]
 
 
 def collectives_of(name: str) -> list[Any]:
-    """Collectives of steps on matrices, and on those of one rank alone; and how far from whole."""
+    """Collectives of steps on sharded matrices and on local ones, and the largest error."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -308,7 +308,7 @@ def test_all_matrices_take_a_few_collectives(four_ranks, name, few):
 
 
 def steady(form: str) -> int:
-    """How often it is worked out in four steps which ranks decide together."""
+    """How many times four steps find out anew which ranks all-reduce together."""
     made: list[None] = []
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
     optimizer = ampopt.AdamW([p])
@@ -331,7 +331,7 @@ def test_the_deciding_ranks_are_found_once(two_ranks):
 
 
 def arriving() -> list[bool]:
-    """Whether steps wait for gradients that a collective is yet to bring."""
+    """For each step, whether it waited for a gradient whose collective was still running."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
@@ -349,7 +349,7 @@ def test_pending_collectives_of_a_gradient_are_waited_for(two_ranks):
 
 
 def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]:
-    """Scales, flags and norms of steps for which both ranks, rank 0, and no rank have gradients."""
+    """Scales, flags and norms of steps with gradients on both ranks, on rank 0, and on no rank."""
     from torch.distributed.tensor import DTensor
 
     cls, rank = named(name), torch.distributed.get_rank()
@@ -395,7 +395,7 @@ def test_a_rank_without_gradients_takes_part(two_ranks, name, max_norm, form):
 
 
 def with_gradients_of(which: int, name: str, plain: bool) -> str:
-    """What is said where these ranks have gradients, under a step that works on whole tensors."""
+    """The error of a step on whole matrices, if only some ranks have gradients."""
     p: Any = Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0]))
     optimizer = named(name)([p])
     if which in (2, torch.distributed.get_rank()):
@@ -420,7 +420,7 @@ def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ran
 
 
 def evaluated(nan_on: int) -> tuple[str, str]:
-    """What comes of a closure whose loss is not finite on one rank."""
+    """The result of a closure whose loss is NaN on one rank."""
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
     optimizer = ampopt.AdamW([p])
 
@@ -443,7 +443,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(two_ranks):
 
 
 def apart(stepped_before: bool) -> str:
-    """What is said of meshes that do not show which ranks decide together, by what asks them."""
+    """The error for meshes that do not show which ranks all-reduce together."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 

@@ -19,12 +19,12 @@ from ampopt._step.sharding import dtensor
 
 @pytest.fixture(scope="module")
 def of_both(two_ranks: Any) -> Any:
-    """What either rank has seen, by case."""
+    """The results of both ranks, by case."""
     return [dict(seen) for seen in two_ranks.run(outcomes_of_all)]
 
 
 def nan_is_nan(case: Any) -> Any:
-    """``case`` as it was before it was saved: a NaN equals itself only if it is the same object."""
+    """``case`` with numbers as text: a NaN that was pickled no longer equals itself."""
     return tuple(repr(x) if isinstance(x, float) else x for x in case)
 
 
@@ -56,7 +56,7 @@ def test_ordinary_tensors_make_no_all_reduce():
 
 
 def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
-    """Parameters after a step with gradients that are sums still to be taken, and with the sums."""
+    """Parameters after a step with ``Partial`` gradients, and with their sums."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 

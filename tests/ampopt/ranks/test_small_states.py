@@ -103,7 +103,7 @@ def test_ranks_keep_the_24_bit_masters_of_one_process(four_ranks):
 
 
 def refused(shape: tuple[int, ...], dim: int, option: int) -> str:
-    """What a step says of shards, and that it has changed nothing."""
+    """The error of a step on these shards, after a check that it has changed nothing."""
     from torch.distributed.tensor import Shard
 
     value = spread(numbers(shape, 0), mesh_of(4), [Shard(dim)])
@@ -128,7 +128,7 @@ def test_a_shard_that_would_cut_a_block_is_refused_on_all_ranks(four_ranks, shap
 
 
 def made(bits_: int) -> tuple[Any, Any]:
-    """A sharded model and its optimizer, with 8-bit states, and with 24-bit masters if so asked."""
+    """A sharded model, and its optimizer with 8-bit states, and 24-bit masters if asked for."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -214,7 +214,7 @@ def optimizer_of(form: str, model: Any) -> Any:
 
 
 def full_states(optimizer: Any) -> dict[str, torch.Tensor]:
-    """The states of the weight in full precision, gathered."""
+    """The gathered states of the weight, in full precision."""
     state = ampopt.full_state_dict(optimizer)["state"][0]
     return {name: getattr(x, "full_tensor", x.clone)() for name, x in state.items()}
 
@@ -244,7 +244,7 @@ def read(folder: str, model: Any, optimizer: Any) -> None:
 
 
 def loaded_through(folder: str, form: str, into: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """What is said of other states, and the states that came through an optimizer of ``form``."""
+    """The error of loading into an optimizer of other bits, and the states by way of ``form``."""
     model = model_of(form)
     optimizer, as_saved = optimizer_of(into, model), optimizer_of(form, model)
     try:
@@ -271,7 +271,7 @@ def loaded_through(folder: str, form: str, into: str) -> tuple[str, dict[str, to
 def test_states_of_other_bits_come_through_an_optimizer_as_it_was_saved(
     two_ranks, tmp_path, form, into
 ):
-    """Codes are not taken for values: that is an error."""
+    """Codes must not be taken for values: loading them directly is an error."""
     exact, _ = two_ranks.run(saved_as, str(tmp_path), form, timeout=60)
     for said, found in two_ranks.run(loaded_through, str(tmp_path), form, into, timeout=60):
         assert "Missing key in checkpoint" in said

@@ -11,7 +11,7 @@ from ampopt_kernels.eager import Eager
 
 
 def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
-    """Parameter, and states, after one good step and one whose gradient overflows on rank 1."""
+    """The parameter and its states after a finite step, and one that overflows on rank 1."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def watched_by_parts() -> Any:
-    """A part of the model on each rank, and one that both hold alike; the second overflows once."""
+    """Watch a sharded part of a model and a replicated parameter; the latter overflows once."""
     rank = torch.distributed.get_rank()
     part, shared = Parameter(torch.ones(3)), Parameter(torch.ones(2))
     groups: Any = [
@@ -58,7 +58,7 @@ def test_names_and_counts_of_all_ranks_are_gathered(two_ranks):
 
 
 def shards() -> Any:
-    """One parameter in two shards, which overflow together, and then each alone."""
+    """Watch one parameter in two shards, which overflow together, and then each alone."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -83,7 +83,7 @@ def test_a_parameter_in_shards_is_one(two_ranks):
 
 
 def read_on_rank_0(clips: bool) -> Any:
-    """What rank 0 reads and prints, while rank 1, whose shard overflows, does something else."""
+    """What rank 0 reads and prints. Rank 1, whose shard overflows, makes no such call."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     rank, mesh = torch.distributed.get_rank(), mesh_of(2)
@@ -122,7 +122,7 @@ def test_one_rank_may_read_its_watch_alone(two_ranks, clips):
 
 
 def watched_on_rank_0() -> Any:
-    """Norms as rank 0 reads them, which alone has a watch."""
+    """The norms that rank 0 reads; only this rank has a watch."""
     part = Parameter(torch.ones(1))
     optimizer = ampopt.SGD([part], process_group=torch.distributed.group.WORLD)
     watch = ampopt.Watch(optimizer) if torch.distributed.get_rank() == 0 else None

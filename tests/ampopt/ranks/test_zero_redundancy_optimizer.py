@@ -70,7 +70,7 @@ def test_ranks_end_where_one_process_does(two_ranks, form, name):
 
 
 def saved_and_loaded() -> bool:
-    """Whether a run that was saved and loaded goes on as one that was not."""
+    """Whether a run that was saved and loaded ends as an uninterrupted run."""
     rank, runs = torch.distributed.get_rank(), []
     for interrupted in (False, True):
         model = model_of(True)

@@ -31,7 +31,7 @@ def never(scale: Any) -> Any:
 
 
 def trained(cls: Any) -> tuple[Parameter, Any]:
-    """An optimizer with state, in the middle of a training."""
+    """A parameter and an optimizer with state, and a gradient for the next step."""
     param = Parameter(torch.tensor([1.0, -2.0, 3.0]))
     optimizer = cls([param])
     param.grad = torch.ones(3)
@@ -43,7 +43,7 @@ def trained(cls: Any) -> tuple[Parameter, Any]:
 def refused(
     call: Callable[[], Any], error: type[Exception], match: str, param: Parameter, optimizer: Any
 ) -> None:
-    """``call`` is refused, and parameters, state, gradients and what may follow are as before."""
+    """Check that ``call`` raises, and changes no parameter, state, gradient or pending step."""
     before = everything(optimizer), bits(param.grad)
     with pytest.raises(error, match=match):
         call()
@@ -238,7 +238,7 @@ def test_a_norm_that_nothing_can_be_clipped_to(cls, closure, scale, bad):
 
 
 class Misplaced(Parameter):
-    """A parameter whose gradient is somewhere else, as after moving a model late."""
+    """A parameter whose gradient is on another device, as after moving a model too late."""
 
     @property
     def grad(self) -> Tensor:

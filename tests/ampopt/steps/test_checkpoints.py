@@ -17,7 +17,7 @@ from support.torch_options import (
     ELEMENTWISE,
     OPTION_SETS,
     RICH,
-    NoCommonGroupError,
+    Distance,
     OptionSet,
     assert_train_alike,
     give,
@@ -67,7 +67,7 @@ def copies(params: list[Tensor]) -> list[Tensor]:
 
 
 def kinds(state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds, but for the values."""
+    """For each entry of a state, its dtype and shape, or its type."""
     return {
         name: (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
         for name, value in state.items()
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
     makers = itertools.cycle([options.ours, options.torchs])
     relay = options.torchs(initial(options, dtype))
     steady = options.torchs(initial(options, dtype))
-    source, apart = gradients(options, dtype), NoCommonGroupError(steady)
+    source, apart = gradients(options, dtype), Distance(steady)
     for missing in (1, 0, 0):
         of_leg = lambda: source()[: 2 - missing] + [None] * missing  # noqa: B023, E731
         assert_train_alike(relay, steady, of_leg, range(2), apart=apart)
@@ -197,7 +197,7 @@ def test_older_state_dicts_with_counts_as_python_numbers_load(options):
 @every_backend
 @each_optimizer
 def test_a_group_added_mid_training_is_saved_with_the_others(options):
-    """It steps as a group that was there from the start, but had no gradients."""
+    """The new group steps as a group that existed from the start and had no gradients."""
     late = {"params": initial(options), "lr": 0.03125}
     ours = options.ours(initial(options))
     torchs = options.torchs([{"params": initial(options)}, copy.deepcopy(late)])
@@ -206,7 +206,7 @@ def test_a_group_added_mid_training_is_saved_with_the_others(options):
     train(ours, [first])
     train(torchs, [[*first, *[None] * len(first)]])  # type: ignore[list-item]
     ours.add_param_group(late)
-    both, apart = lambda: [*source(), *source()], NoCommonGroupError(torchs)
+    both, apart = lambda: [*source(), *source()], Distance(torchs)
     assert_train_alike(ours, torchs, both, range(2), apart=apart)
     resumed = options.torchs([{"params": copies(group["params"])} for group in ours.param_groups])
     resumed.load_state_dict(through_a_file(ours))
@@ -243,7 +243,7 @@ USERS = {"count": 3, "average": torch.tensor([0.5]), "nested": {"step": 7}, "emp
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "copied"])
 @pytest.mark.parametrize("options", [*RICH, DAMPENED], ids=str)
 def test_entries_that_users_add_to_the_state_are_saved(options, loaded):
-    """Also a ``step`` under another key than a parameter, and beside the state of a parameter."""
+    """Also an entry whose key is no parameter, and an extra entry in a parameter's state."""
     optimizer, source = options.ours(initial(options)), gradients(options)
     optimizer.state.update(copy.deepcopy(USERS))
     first = params_of(optimizer)[0]
@@ -298,7 +298,7 @@ each_journey = pytest.mark.parametrize(
 def assert_continues(
     options: OptionSet, optimizer: Any, transport: str, steps: list[list[Tensor]]
 ) -> None:
-    """What arrives is the original, has memory of its own, and steps as the original does."""
+    """Check that a copy equals the original, shares no memory with it, and steps like it."""
     arrived = TRANSPORTS[transport](options, optimizer)
     saved = bits(optimizer.state_dict()["state"])
     assert bits(arrived.state_dict()["state"]) == saved
@@ -342,7 +342,7 @@ def test_copies_and_loaded_optimizers_step_bitwise_as_the_original(
 @pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 @each_rule
 def test_half_precision_states_are_copied_and_loaded_bitwise(options, masters, backend, transport):
-    """Torch's loading casts masters, and scalars such as ASGD's ``eta``, to half precision."""
+    """Torch's loader casts masters, and scalars such as ASGD's ``eta``, to half precision."""
     optimizer = options.ours(initial(options, torch.bfloat16), master_weights=masters)
     source = gradients(options, torch.bfloat16)
     train(optimizer, [source()])
@@ -421,7 +421,7 @@ def test_the_momentum_of_sparse_gradients_can_be_copied():
 
 
 def test_the_step_count_of_sparse_adam_is_a_tensor_as_soon_as_it_is_loaded():
-    """Also that of a parameter which gets no gradient in the next step."""
+    """Also the count of a parameter without a gradient in the next step."""
     table = Parameter(torch.ones(2, 1))
     optimizer, loaded = ampopt.SparseAdam([table]), ampopt.SparseAdam([table])
     train(optimizer, [[sparse_ones(table)]])

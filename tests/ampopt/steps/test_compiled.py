@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.torch_options import (
     ELEMENTWISE,
     RICH,
-    NoCommonGroupError,
+    Distance,
     assert_train_alike,
     give,
     gradients,
@@ -32,7 +32,7 @@ from ampopt_kernels.cpu.calls import Loop
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
 MARGIN = 1 << 6
-"""Elements before and after a tensor in a buffer of a test, which nobody may write."""
+"""The number of elements around a tensor in its buffer, which no step may write."""
 RICHEST = [options for options in RICH if options.name in ELEMENTWISE]
 
 
@@ -76,14 +76,14 @@ def test_half_precision_is_that_of_the_eager_backend(dtype, masters, backend):
 
 
 def test_complex_and_absent_gradients_and_many_sizes(backend):
-    """Two compilations for all of them, one for large sizes: sizes are arguments."""
+    """Sizes are arguments, so two compilations are enough: one of them for large sizes."""
     options = named("Adam", "amsgrad")
     shapes = [(3,), (2, 5), (), (0,), (1,), (70000,)]
     params = [torch.linspace(-1.0, 1.0, torch.Size(s).numel()).reshape(s) for s in shapes]
     params.append(torch.tensor([1 + 2j, -0.5 + 1j]))
     ours = options.ours([p.clone() for p in params])
     torchs = options.torchs([p.clone() for p in params])
-    apart = NoCommonGroupError(torchs)
+    apart = Distance(torchs)
     for step in range(4):
         grads = [None if (step + i) % 3 == 0 else (p + step) / 4 for i, p in enumerate(params)]
         assert_train_alike(ours, torchs, lambda: grads, range(1), apart=apart)  # noqa: B023
@@ -91,7 +91,7 @@ def test_complex_and_absent_gradients_and_many_sizes(backend):
 
 @pytest.mark.parametrize("options", RICHEST, ids=str)
 def test_a_parameter_trains_to_the_same_bits_when_others_have_no_gradients(options, backend):
-    """Step counts in a bundle differ then; elsewhere the bundle is one parameter, or one number."""
+    """Step counts in a bundle differ in one case; in the other, the bundle is one parameter."""
     shapes, steps = [(23,), (40,), (1,)], 4
     source = np.random.default_rng(0)
     grads = [
@@ -111,7 +111,7 @@ def test_a_parameter_trains_to_the_same_bits_when_others_have_no_gradients(optio
 def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
     backend, monkeypatch
 ):
-    """Eager operations bundle what has at most ``SMALL`` elements; a norm is that of bundles."""
+    """Eager operations bundle tensors of at most ``SMALL`` elements."""
     sizes = (3 * compiled.IN_PLACE // 2 + 3, 1, 70, 3 * compiled.IN_PLACE, SMALL + 9, SMALL + 1)
     rows: list[int] = []
     run = Loop.run
@@ -173,7 +173,10 @@ def with_margins(values: torch.Tensor, buffers: list[torch.Tensor]) -> torch.Ten
 def test_masters_that_are_not_copied_to_scratch_train_as_each_does_alone(
     backend, sizes, dtype, absent, loss_scale
 ):
-    """In one call with others or alone, and nothing else is written. ``absent`` rests once."""
+    """Whether they are updated in one call or alone; and no margin is written.
+
+    The parameter ``absent`` has no gradient in one step.
+    """
     source = torch.Generator().manual_seed(len(sizes))
     values = [[torch.randn(n, generator=source).to(dtype) for n in sizes] for _ in range(3)]
 
@@ -204,7 +207,7 @@ def test_masters_that_are_not_copied_to_scratch_train_as_each_does_alone(
 
 
 def test_master_weights_of_some_thousand_elements_are_updated_where_they_are(backend, monkeypatch):
-    """By one call, and by none once the backend is another."""
+    """One call updates all. After a change of the backend there is no such call."""
     rows: list[int] = []
     run = Loop.run
 

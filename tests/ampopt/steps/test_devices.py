@@ -45,7 +45,7 @@ def host(tensor: Tensor) -> Tensor:
 
 
 def train(options: OptionSet, places: list[str]) -> list[Any]:
-    """All that comes of three steps, of which the second overflows on the last device."""
+    """The results and bits of three steps, of which the second overflows on the last device."""
     params = [Parameter(torch.linspace(-1.0, 2.0, 6).reshape(3, 2).to(d)) for d in places]
     optimizer = options.ours(params)
     scale = ampopt.DynamicLossScale(init_scale=4.0)
@@ -75,7 +75,7 @@ def train(options: OptionSet, places: list[str]) -> list[Any]:
 
 
 def check_a_scaler() -> None:
-    """One flag and one scale for all devices of an optimizer, and for all optimizers."""
+    """A scaler has one flag and one scale for all devices of an optimizer, and all optimizers."""
     places = ["pretend:0", "pretend:1", "pretend:0"]
     params = [Parameter(torch.ones(3, device=d)) for d in places]
     optimizers = [ampopt.SGD(params[:2], lr=0.5), ampopt.SGD(params[2:], lr=0.5)]
@@ -119,7 +119,7 @@ def check_states_on_the_host() -> None:
 
 
 def check_the_device() -> None:
-    """It notices what must not be done."""
+    """The pretended device raises errors for what a real one would not do or wait for."""
     here, other = torch.ones(2, device="pretend:0"), torch.ones(2, device="pretend:1")
     with pytest.raises(AssertionError, match="add of tensors on"):
         _ = here + other
@@ -133,9 +133,10 @@ def check_the_device() -> None:
 
 
 def with_everything(places: list[str]) -> list[Any]:
-    """All that comes of five windows of two gradients, three of which are skipped.
+    """The results and bits of five cycles of two gradients, three of which are skipped.
 
-    Of bfloat16 parameters with master weights, watched, averaged, clipped and accumulated.
+    Parameters are bfloat16 with master weights; steps are watched, averaged, clipped and
+    accumulated.
     """
     params = [Parameter(torch.linspace(-1.0, 2.0, 6).bfloat16().to(d)) for d in places]
     model = torch.nn.ParameterList(params)
@@ -169,7 +170,7 @@ def with_everything(places: list[str]) -> list[Any]:
 
 
 class FilledByHand(ampopt.TrainStep):
-    """Gradients without torch's engine, which has no queue for more than one pretended device."""
+    """Sets gradients itself, since torch's engine has no queue for two pretended devices."""
 
     def backward(self, loss: Tensor, scale: Any) -> None:
         factor = float(host(scale.value))
@@ -178,7 +179,7 @@ class FilledByHand(ampopt.TrainStep):
 
 
 def check_a_train_step() -> None:
-    """The model ends on another device than it begins on, and so its loss is there."""
+    """The model's output, and so its loss, is on another device than its input."""
     params = [Parameter(torch.ones(3).to(d)) for d in ("pretend:0", "pretend:1")]
     optimizer = ampopt.SGD(params, lr=0.5)
     scale = ampopt.DynamicLossScale(init_scale=4.0)
@@ -193,7 +194,7 @@ def check_a_train_step() -> None:
 
 
 class CompilerThatFails:
-    """Launches kernels; the compilation of one kind of launch fails, counted from 0."""
+    """Launches kernels, but fails to compile one of them: launch kind number ``failing``."""
 
     def __init__(self, failing: int) -> None:
         self.failing, self.compiled = failing, set()
@@ -213,7 +214,7 @@ class CompilerThatFails:
 
 
 def check_what_fails(name: str, **limits: Any) -> None:
-    """Whichever compilation fails, nothing is changed on any device, nor known to ``skip_when``."""
+    """If any compilation fails, nothing has changed on any device, nor in ``skip_when``."""
     for failing in range(100):
         params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
         optimizer = getattr(ampopt, name)(params)
@@ -236,7 +237,7 @@ def check_what_fails(name: str, **limits: Any) -> None:
 
 
 def check_what_fails_of_gradients(way: str, **limits: Any) -> None:
-    """Whichever compilation fails, gradients and their sums are changed on no device."""
+    """If any compilation fails, no gradient and no sum has changed on any device."""
     scale = ampopt.DynamicLossScale(init_scale=2.0)
 
     def call(optimizer: Any, launcher: Any) -> None:
@@ -273,7 +274,7 @@ def check_what_fails_of_gradients(way: str, **limits: Any) -> None:
 
 @contextmanager
 def use_triton(launcher: Any) -> Iterator[None]:
-    """Within this, pretended devices are accelerators, and ``launcher`` launches on them."""
+    """Treat pretended devices as accelerators, on which ``launcher`` launches kernels."""
     from ampopt_kernels.triton.backend import Triton
 
     backend = Triton(launcher)
@@ -359,7 +360,7 @@ def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(
 
 
 def check_two(first: str, second: str) -> None:
-    """Two devices, and one of them with the CPU, give what the CPU alone gives."""
+    """Check that two devices, or one and the CPU, give the results of the CPU alone."""
     for options in rules_of_kernels():
         expected = train(options, ["cpu", "cpu"])
         for places in ([first, second], [second, first], [second, "cpu"]):

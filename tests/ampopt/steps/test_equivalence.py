@@ -69,7 +69,7 @@ def train(
     step: Step,
     groups: Callable[[list[Parameter]], Any] = list,
 ) -> tuple[list[Parameter], Any]:
-    """Train on ``history`` scaled by a number, handing ``scale`` on from step to step."""
+    """Train on ``history`` with scaled gradients, and return parameters and optimizer."""
     torch.manual_seed(0)
     params = history.build()
     optimizer = case.make(groups(params))
@@ -108,7 +108,7 @@ def test_finite_steps_are_torchs_for_loop_steps(case, history, step):
 def assert_same_training(
     params: Sequence[Tensor], optimizer: Any, twins: Sequence[Tensor], reference: Any
 ) -> None:
-    """To a few units in the last place of the numbers that took part, none of them above 64."""
+    """Check that both agree within a few units in the last place of numbers up to 64."""
     for p, twin in zip(params, twins, strict=True):
         assert_close(p, twin, ulps=4, size=16)
         ours, theirs = optimizer.state[p], reference.state.get(twin, {})
@@ -121,7 +121,7 @@ def assert_same_training(
 @given(cases(classes=TORCH), st.data())
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_parameters_step_as_well_as_torchs(dtype, case, data):
-    """The arithmetic is float32 and rounds once, so the error is at most that of torch's."""
+    """Arithmetic is in float32 and rounds once, so the error is at most that of torch."""
     history = data.draw(histories(dtypes=[dtype], max_steps=2, overflows=False, absent=False))
     params, _ = train(case, history, Scale("none", 1.0), plain)
     twins = history.build()
@@ -159,7 +159,7 @@ def test_training_moves_between_torch_and_ampopt_at_any_step(case, history, at, 
 
 
 def test_loading_torchs_checkpoint_of_a_first_undampened_step():
-    """Torch tells a first step by the missing buffer; a buffer that is there is not the first."""
+    """Torch recognizes a first step by the missing buffer. The checkpoint has a buffer."""
     params = [Parameter(torch.ones(2)) for _ in range(2)]
     reference = torch.optim.SGD([params[0]], lr=0.5, momentum=0.5, dampening=0.5)
     params[0].grad = torch.ones(2)
@@ -312,7 +312,7 @@ def test_partition_into_groups_and_order_do_not_matter(case, history, scale, dat
 
 
 def test_a_neighbour_that_has_taken_more_steps_changes_no_bit():
-    """Their scalars are a vector then, by which torch divides a number otherwise."""
+    """With several step counts, scalars are a vector, by which torch divides differently."""
     results = []
     for beside in (True, False):
         param, other = (Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
@@ -370,7 +370,7 @@ def test_complex_parameters_are_pairs_of_reals(case, history, scale):
 @pytest.mark.parametrize("step", [plain, joined, split])
 @pytest.mark.parametrize("view", ["conjugate", "negative"])
 def test_lazy_conjugates_and_negatives_are_what_they_stand_for(step, view):
-    """Autograd leaves a conjugate that nobody has carried out on a complex parameter."""
+    """Autograd may leave a lazy conjugate as the gradient of a complex parameter."""
     if view == "conjugate":
         param = Parameter(torch.tensor([1 + 1j, 2 - 1j]))
         (param.conj() * torch.tensor([1j, 2j])).real.sum().backward()
@@ -517,7 +517,7 @@ def test_a_learning_rate_tensor_has_one_element_of_any_shape(shape, where):
 
 
 def test_amsgrad_may_be_switched_on_mid_training():
-    """Torch raises a KeyError there; ours begins the maximum with the next step."""
+    """Torch raises a KeyError. Here the maximum starts with the next step."""
     params = [Parameter(torch.ones(3))]
     optimizer = ampopt.Adam(params, lr=0.1)
     both_step((params, optimizer), grads=(1.0,))
@@ -555,7 +555,7 @@ def test_groups_may_be_added_mid_training():
 
 
 def test_a_parameter_may_shrink_in_place_of_its_storage():
-    """The same address and stride, and fewer elements: nothing beyond them may be written."""
+    """Address and stride stay the same. No element beyond the new size may be written."""
     storage = torch.ones(4)
     param = Parameter(storage)
     optimizer = ampopt.SGD([param], lr=0.5)
@@ -613,7 +613,7 @@ def test_sparse_duplicates_that_overflow_in_their_sum_are_skipped(step):
 
 
 def test_differentiable_steps_are_torchs():
-    """Also in a process in which torch's own class was never used."""
+    """Also if no optimizer of torch's own class was made before."""
     start = torch.tensor([1.0, 2.0], requires_grad=True)
     moved = []
     for cls in (ampopt.SGD, torch.optim.SGD):
@@ -672,7 +672,7 @@ def reloaded(case: Case, params: list[Parameter], optimizer: Any, scale: Any) ->
 
 
 def states_taken(optimizer: Any) -> list[Any]:
-    """States that a step has been taken with; one made by a skip alone is as good as none."""
+    """The states of each parameter; ``None`` if only skipped steps have made them."""
     return [
         state if state and any(any(value.data) for value in state.values()) else None
         for state in state_of(optimizer)
@@ -680,7 +680,7 @@ def states_taken(optimizer: Any) -> list[Any]:
 
 
 def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
-    """Torch casts a state to the dtype of its parameter, and the next steps differ."""
+    """Torch's loader casts states to the dtype of their parameter, which changes the next steps."""
 
     class Float32State(Plain):
         def update(self) -> None:
@@ -747,7 +747,7 @@ def test_backends_agree(backend, case, history, scale):
 @pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
 @pytest.mark.parametrize("step", [joined, split])
 def test_a_whole_training_with_skips_growth_and_a_checkpoint(cls, step):
-    """A good step, two overflows, recovery and growth, with every counter looked at."""
+    """With a finite step, two overflows, recovery and growth; every counter is checked."""
     param = Parameter(torch.tensor([1.0, 2.0]))
     reference = Parameter(param.detach().clone())
     optimizer, unscaled = cls([param], lr=0.25), cls([reference], lr=0.25)

@@ -11,7 +11,7 @@ from support.torch_options import (
     ELEMENTWISE,
     RICH,
     ULPS,
-    NoCommonGroupError,
+    Distance,
     OptionSet,
     named,
     params_of,
@@ -35,7 +35,7 @@ every_way = pytest.mark.parametrize("backend", WAYS, indirect=True)
 
 BY_RULE = [*(options for options in RICH if options.name in ELEMENTWISE), named("SGD")]
 ON_TRITON = ("SGD", "AdamW", "NAdam", "Adafactor")
-"""Kernels find elements alike for all rules: without state, with, with scalars, with lines."""
+"""One rule without state, and rules with states, with scalars, and with row statistics."""
 each_rule = pytest.mark.parametrize(
     ("options", "backend"),
     [
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers from -1 to 1, all multiples of 1 / 256, with few repeats."""
+    """Multiples of 1 / 256 between -1 and 1, with few repeats."""
     n = torch.Size(shape).numel()
     return (((torch.arange(n) + seed) * 37) % 513 - 256).reshape(shape) / 256.0
 
@@ -63,7 +63,7 @@ def strided(plain: Tensor) -> Tensor:
 
 
 def offset(plain: Tensor) -> Tensor:
-    """One element past an address that allows wide accesses, with strangers around."""
+    """A copy of ``plain`` in the middle of a buffer, at an address that is not aligned."""
     memory = torch.full((plain.numel() + 2,), 7.0, dtype=plain.dtype)
     return memory[1:-1].view(plain.shape).copy_(plain)
 
@@ -85,11 +85,11 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 BY_ZERO = ("Adafactor", "empty")
-"""Where torch divides by the number of elements."""
+"""For this rule and layout, torch divides by the number of elements: 0."""
 
 
 def memory_of(tensors: list[Tensor]) -> Any:
-    """All that is in the storages of ``tensors``, their strangers' numbers included."""
+    """The bytes of the storages of ``tensors``, also of elements that no tensor has."""
     storages = [t.untyped_storage() for t in tensors]
     return bits([torch.empty(0).set_(s) for s in storages if s.nbytes()])  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def compare(options: OptionSet, params: list[Tensor], steps: list[list[Tensor | 
     ours = options.ours([Parameter(p) for p in params])
     plain = [p.detach().clone(memory_format=torch.contiguous_format) for p in params]
     torchs = options.torchs(plain)
-    apart = NoCommonGroupError(torchs)
+    apart = Distance(torchs)
     strides = [p.stride() for p in params]
     for grads in steps:
         before = everything(ours), memory_of(params)
@@ -128,7 +128,7 @@ def compare(options: OptionSet, params: list[Tensor], steps: list[list[Tensor | 
 
 @each_rule
 def test_layouts_of_all_kinds_side_by_side(options):
-    """Gradients in the layout of the parameter, plain, and in that of another."""
+    """Gradients have the parameter's layout, a contiguous one, and that of another parameter."""
     layouts = [layout for name, layout in LAYOUTS.items() if (options.name, name) != BY_ZERO]
     params = [place(numbers(*shape)) for shape, place in layouts]
     around = [(p.untyped_storage().nbytes() // 4 - p.numel()) for p in params]
@@ -175,7 +175,7 @@ def test_an_expanded_parameter_is_refused(backend):
 
 @each_rule
 def test_parameters_that_share_storage_without_sharing_elements(options):
-    """Side by side, interleaved, and as a column beside the rest of a matrix."""
+    """Adjacent, interleaved, and a column of a matrix with the other columns."""
     line, matrix = numbers(10), numbers(4, 4)
     params = [line[:3], line[3:6], line[6::2], line[7::2], matrix[:, 1], matrix[:, 2:]]
     compare(options, params, [[numbers(*p.shape, seed=s) for p in params] for s in (1, 2, 3)])
@@ -183,7 +183,7 @@ def test_parameters_that_share_storage_without_sharing_elements(options):
 
 @each_rule
 def test_of_two_overlapping_parameters_the_other_elements_are_stepped(options):
-    """Which of two updates an element of both gets is not defined."""
+    """The shared elements are updated by both, in no defined order."""
     line, plain = numbers(8), [numbers(8)[:5], numbers(8)[3:]]
     params = [Parameter(line[:5]), Parameter(line[3:])]
     ours, torchs = options.ours(params), options.torchs(plain)
@@ -217,7 +217,7 @@ def test_each_dtype_is_stepped_as_if_alone(options, backend):
 
 
 PRESENT = ["1011", "0011", "1010", "0110", "0000", "1101", "1111", "1011"]
-"""Which of four parameters have a gradient in each step."""
+"""For each step, which of the four parameters have a gradient."""
 
 
 def coming_and_going(params: list[Tensor]) -> list[list[Tensor | None]]:
@@ -232,14 +232,14 @@ def coming_and_going(params: list[Tensor]) -> list[list[Tensor | None]]:
 
 @each_rule
 def test_gradients_come_and_go(options):
-    """Of equal shapes, so that one may be taken for another."""
+    """Shapes are equal, so that parameters could be confused."""
     params = [numbers(4, seed=seed) for seed in range(4)]
     compare(options, params, coming_and_going(params))
 
 
 @every_way
 def test_gradients_come_and_go_where_nothing_is_counted(backend):
-    """Only the states tell which parameters have stepped together."""
+    """The rule has no step count, so only states show which parameters stepped together."""
     together, alone = ([numbers(4, seed=seed) for seed in range(4)] for _ in range(2))
     optimizer, each = Signed(together), [Signed([p]) for p in alone]
     for grads in coming_and_going(together):
@@ -262,9 +262,9 @@ def test_frozen_parameters_stay_and_have_no_state(options):
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)  # elsewhere torch addresses
 def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
-    """The last program of each launch, on files that are nothing but holes.
+    """Runs the last program of each launch, on sparse files.
 
-    A 32-bit index would come out below 0, or where it is seen here to have written nothing.
+    A 32-bit index would be negative, or write to an element that the test checks.
     """
     from ampopt_kernels.triton import backend as triton
     from ampopt_kernels.triton.table import BLOCK

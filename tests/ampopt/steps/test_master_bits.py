@@ -22,7 +22,7 @@ SHAPES = [(128, 64), (90, 100), (12, 5)]
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """Torch operations, which compile nothing, but where a test sets another backend."""
+    """Use torch operations, which need no compiler, unless a test sets another backend."""
     previous = ampopt.get_backend()
     ampopt.set_backend("eager")
     yield
@@ -39,7 +39,7 @@ def made(params, cls: Any = ampopt.AdamW, **options: Any) -> Any:
 
 
 def stepped(optimizer, steps, *, seed=1):
-    """``optimizer`` after ``steps`` with drawn gradients."""
+    """Take ``steps`` steps of ``optimizer`` with drawn gradients, and return it."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for group in optimizer.param_groups:
@@ -186,7 +186,7 @@ def test_master_bits_need_masters_and_go_through_precision():
 
 @pytest.mark.parametrize("cls", [*BY_RULE, *BEYOND_TORCH])
 def test_every_rule_steps_skips_and_goes_on(cls):
-    """A skip changes no bit, and one call is two calls."""
+    """A skipped step changes no bit, and the split step gives the bits of the step in one call."""
     runs = []
     for split in (False, True):
         params = params_of(dtype=torch.float16)
@@ -239,7 +239,7 @@ def test_memory_layout_changes_no_bit():
 
 
 def test_updates_far_below_the_last_place_add_up():
-    """They do with float32 masters, too, and do not without masters."""
+    """With float32 masters they add up, too; without masters they are lost."""
     (param,) = params_of([(8192,)])
     param.data.fill_(1.0)
     optimizer = made([param], ampopt.SGD, lr=2.0**-18)

@@ -73,7 +73,7 @@ def test_the_detector_catches_a_synchronization_within_a_step(monkeypatch):
 
 
 def made(cls: Any) -> tuple[Any, list[Parameter]]:
-    """An optimizer of a rule that is yet to be tried out, as before the first step of a process."""
+    """A new optimizer whose rule is not checked yet, as before the first step of a process."""
     try_out.cache_clear()
     params = [Parameter(torch.ones(3)), Parameter(torch.ones((), dtype=torch.float64))]
     for p in params:
@@ -112,7 +112,7 @@ def test_no_kind_of_scale_is_read_on_the_host(kind, split):
 
 @contextmanager
 def nothing_is_sent() -> Iterator[None]:
-    """Tables and constants are where they are needed, and no other numbers are brought there.
+    """Within the block, an error is raised if numbers of the host are copied to a device.
 
     Filling memory on the device with a number is no copy.
     """
@@ -193,7 +193,7 @@ def test_a_loop_written_for_grad_scaler_does_not_synchronize(cls, unscale_first)
 
 
 def test_changes_between_steps_do_not_synchronize():
-    """Groups added, learning rates changed, gradients gone: tables are sent, nothing comes back."""
+    """New groups, other rates and missing gradients copy tables to the device, and nothing back."""
     optimizer, params = made(ampopt.AdamW)
     with assert_no_sync():
         optimizer.unscale_and_step(grads_scaled_by=1.0)

@@ -27,7 +27,7 @@ INF = float("inf")
 
 
 def made(cls: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, list[Any]]:
-    """An optimizer of two parameters, of which one is more than a chunk long."""
+    """An optimizer of two parameters; one of them is longer than a chunk."""
     sizes = ((130, 257), (3,))
     params = [
         Parameter(torch.linspace(-1, 1, torch.Size(s).numel(), device=DEVICE).to(dtype).reshape(s))
@@ -67,7 +67,7 @@ SMALL: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {**MASTERS, "master_bits": 24, "state_bits": 8}),
     (torch.float16, {**MASTERS, "master_bits": 24}),
 ]
-"""Small states and 24-bit masters: dtypes of parameters, and options."""
+"""Small states and 24-bit masters: the dtype of the parameters, and options."""
 
 
 @needs_gpu
@@ -145,7 +145,7 @@ def test_a_capture_that_would_send_tables_is_refused():
 
 @needs_gpu(with_real="streams")
 def test_steps_on_streams_of_their_own():
-    """Two optimizers, each on a stream, give what they give one after the other."""
+    """Two optimizers on two streams give the results of the same steps on one stream."""
     runs = []
     for apart in (False, True):
         pairs = [made(ampopt.AdamW, lr=lr) for lr in (0.5, 0.25)]
@@ -166,7 +166,7 @@ def test_steps_on_streams_of_their_own():
 @needs_gpu(with_real="streams")
 @pytest.mark.parametrize("make", [lambda: 2.0, lambda: DynamicLossScale(init_scale=2.0)])
 def test_what_one_stream_was_sent_no_other_reads(make):
-    """The first to step under a scale of a kind is slow, and the second overtakes it."""
+    """Tables are copied on the first stream, which is slow; the second stream overtakes it."""
     slow, fast, warm = (made(ampopt.SGD, lr=0.5) for _ in range(3))
     for _, params in (slow, fast, warm):
         give(params, 1.0)
@@ -202,7 +202,7 @@ def test_what_one_stream_was_sent_no_other_reads(make):
 )
 @pytest.mark.parametrize("cls", [cls for cls in EVERY_RULE if cls is not Signed])
 def test_what_is_compiled_does_what_torch_operations_do(cls, dtype, options, shift):
-    """Through a skip, growth and clipping; a parameter's rows are of every size and alignment."""
+    """With a skip, growth and clipping, for parameters of many sizes and alignments."""
     ends = []
     for backend in ("triton", "eager"):
         ampopt.set_backend(backend)

@@ -20,7 +20,7 @@ BACKENDS = [
 ]
 BF16 = torch.bfloat16
 ULP = 2.0**-7
-"""Between 1 and 2."""
+"""The distance between bfloat16 numbers from 1 to 2."""
 
 
 def sgd(params: Any, **options: Any) -> ampopt.SGD:
@@ -39,7 +39,7 @@ def step(optimizer: Any, grads: list[Any], overflow: bool = False) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_below_half_of_the_last_place_count_on_average(backend):
-    """To the nearest they are lost. Allowed are four standard deviations."""
+    """Rounded to nearest, such steps are lost. The mean may be off by four standard deviations."""
     ampopt.set_backend(backend)
     moved = []
     for rounding in ("stochastic", "nearest"):
@@ -58,7 +58,7 @@ def rounded(x: torch.Tensor, key: int, start: int = 0) -> torch.Tensor:
 
 
 def test_rounding_is_unbiased_and_keeps_exact_numbers():
-    """Over 2**16 elements or steps, of both signs, for chances of many sizes."""
+    """For 2**16 elements or steps, both signs, and probabilities of many sizes."""
     n = 1 << 16
     for share in (2.0**-10, 0.125, 0.3, 0.5, 0.999):
         for sign in (1.0, -1.0):
@@ -131,7 +131,7 @@ def test_kernels_round_as_the_eager_backend():
 
 
 def test_other_dtypes_are_rounded_to_nearest():
-    """Parameters of other dtypes, those with masters, and those of groups that say so."""
+    """Also bfloat16 parameters with masters, and those of groups with ``"nearest"``."""
     ampopt.set_backend("eager")
     half, low = torch.ones(3, dtype=torch.float16), torch.full((3,), 1.5, dtype=BF16)
     params = [Parameter(half), Parameter(low.clone()), Parameter(low.clone())]

@@ -52,7 +52,7 @@ def any_case() -> st.SearchStrategy[Case]:
 
 
 def unfit(case: Case, dtypes: set[torch.dtype]) -> bool:
-    """An ordinary step cannot be given unscaled float16 gradients."""
+    """Whether the case needs unscaled float16 gradients, which hand-written steps cannot get."""
     return case.cls in ORDINARY and not dtypes.isdisjoint(UNSCALABLE)
 
 
@@ -92,7 +92,7 @@ def assert_fresh(state: dict[str, Any]) -> None:
 @fewer(0.4)
 @given(any_case(), histories(dtypes=DTYPES[:3]), loss_scales(off=False), st.booleans())
 def test_training_goes_on_as_if_the_skipped_steps_had_never_been(case, history, scale, split):
-    """First step or later, momentum and dampening included: torch's fused SGD fails this."""
+    """In first and later steps, with momentum and dampening. Torch's fused SGD fails this test."""
     params, optimizer = train(case, history, scale, split, with_overflows=True)
     clean_params, clean = train(case, history, scale, split, with_overflows=False)
     assert bits(params) == bits(clean_params)
@@ -121,7 +121,7 @@ def attempt(optimizer: ampopt.Optimizer, scale: Any, split: bool) -> None:
 
 
 def without_fresh(optimizer: ampopt.Optimizer) -> list[Any]:
-    """The states, with one that no step has taken yet as ``None``."""
+    """The states of each parameter; ``None`` if only skipped steps have made them."""
     return [
         state if state and not all(is_fresh(*entry) for entry in state.items()) else None
         for state in state_of(optimizer)
@@ -185,7 +185,7 @@ def test_an_ordinary_step_is_not_run_at_all_when_it_is_skipped(cls):
 
 
 def test_the_memory_of_a_state_made_by_a_skip_is_not_left_uninitialised():
-    """``torch.empty`` is NaN here; torch's fused SGD would hand that to the next step."""
+    """Tests fill ``torch.empty`` with NaN. Torch's fused SGD would use it in the next step."""
     param = Parameter(torch.ones(3))
     optimizer = ampopt.SGD([param], lr=0.5, momentum=0.5, dampening=0.5)
     param.grad = torch.full((3,), INF)
@@ -219,7 +219,7 @@ def test_one_bad_gradient_skips_every_group_and_dtype(where):
 @pytest.mark.parametrize("number", [0.0, -4.0, INF, float("nan")])
 @pytest.mark.parametrize("split", [False, True])
 def test_a_scale_on_the_device_that_is_no_scale_skips(number, split):
-    """G / inf is a finite 0, so the scale itself is judged."""
+    """A gradient divided by inf is a finite 0, so the scale itself is tested."""
     param = Parameter(torch.ones(2))
     optimizer = ampopt.AdamW([param])
     param.grad = torch.ones(2)
@@ -231,7 +231,7 @@ def test_a_scale_on_the_device_that_is_no_scale_skips(number, split):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_an_overflow_by_unscaling_alone_is_an_overflow(split):
-    """GradScaler looks at scaled gradients only and applies the infinity (trap T5)."""
+    """``GradScaler`` tests scaled gradients only, and applies the infinity (trap T5)."""
     param = Parameter(torch.ones(2))
     optimizer = ampopt.SGD([param], lr=1.0)
     param.grad = torch.tensor([1e37, 1.0])
@@ -249,7 +249,7 @@ def test_gradients_are_judged_in_float64_for_float64_parameters():
 
 
 def test_float16_gradients_are_unscaled_in_float32():
-    """In float16 the smaller ones would be flushed to zero by unscaling."""
+    """In float16, unscaling would round small gradients to 0."""
     param = Parameter(torch.zeros(1, dtype=torch.float16))
     optimizer = ampopt.SGD([param], lr=2.0**20)
     param.grad = torch.full((1,), 2.0**-10, dtype=torch.float16)

@@ -10,7 +10,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="class")
 def backend_of_the_contract(request):
-    """That which a contract names, if it names one."""
+    """Set the backend that the contract names, if it names one."""
     with pytest.MonkeyPatch.context() as patch:
         if (name := getattr(request.cls, "backend", None)) is not None:
             skip_unless_it_runs(name)

@@ -25,7 +25,7 @@ SPARSE: dict[str, Any] = {
 
 
 def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any numbers, but the flags that bring most state: compiled code differs by flags alone."""
+    """Any numbers; of the flags, those with most state: only flags need another compilation."""
     (richest,) = (options for options in RICH if options.name == cls.__name__)
     group = richest.torchs([torch.ones(())]).defaults
     structure = (*cls.rule.flags, "dampening")  # which SGD's nesterov forbids
@@ -35,19 +35,19 @@ def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrat
 
 
 FOR_ALL = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor, ampopt.Muon, ampopt.SparseAdam, ampopt.LBFGS)
-"""One of each kind: rules without state, with, with sums of lines; torch's own steps."""
+"""One of each kind: rules without state, with state, with row statistics; steps by torch."""
 OF_THEIR_OWN = (*FOR_ALL, ampopt.ScheduleFreeAdamW, ampopt.Sophia)
-"""Those, and rules whose classes have more than a constructor."""
+"""Those, and rules whose classes have more methods than a constructor."""
 
 
 def on_eager(cls: type[Any], suffix: str = "", **claims: Any) -> Any:
-    """The contract; all of it for one of each kind."""
+    """The contract on the eager backend: all of it for one of each kind, else a part."""
     others = {} if cls in OF_THEIR_OWN else OF_ONE_RULE
     return contract_of(cls, suffix, **others, backend="eager", settings=fewer(0.075), **claims)
 
 
 def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claims: Any) -> Any:
-    """The contract on a backend other than eager: what kernels can break."""
+    """The contract on another backend than eager: the invariants that kernels can break."""
     # Each of LBFGS's takes a closure.
     others = {} if cls is ampopt.LBFGS else OTHERS
     if cls not in FOR_ALL:

@@ -13,8 +13,11 @@ from ampopt.testing import Blueprint, History, OptimizerContract
 from ampopt.testing.skipping import ending_in_overflow, ending_well, scales, ways
 
 NUMBER = 300
-"""Three times the examples that Hypothesis draws by default: what it draws depends on the modules
-that other tests have imported, and no class may be missed by chance."""
+"""Three times the examples that Hypothesis draws by default.
+
+What it draws depends on the modules that other tests have imported, and no class of examples may be
+missed at random.
+"""
 CLASSES = {
     *("unscale_and_step", "unscale, step"),
     *(f"a scale of kind {kind}" for kind in ("number", "tensor", "vector", "static", "dynamic")),
@@ -34,7 +37,7 @@ def bad_numbers(grad: Blueprint | None) -> list[float]:
 
 
 def classes(history: History) -> Iterator[str]:
-    """The classes that a training belongs to."""
+    """The classes that an example belongs to."""
     params, bounds = history.params, [0, *history.groups, len(history.params)]
     for p in params:
         yield f"layout {p.layout}"

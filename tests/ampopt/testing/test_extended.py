@@ -18,7 +18,7 @@ LION: Any = importlib.import_module("custom_lion").Lion
 
 
 def patched(params: Any) -> Any:
-    """Torch's own, patched in place."""
+    """Torch's NAdam, patched in place."""
     return ampopt.patch_optimizer(torch.optim.NAdam(params, lr=0.125))
 
 

@@ -85,7 +85,7 @@ def outside(with_torch, folder, *arguments):
 
 @pytest.fixture(scope="module")
 def report(with_torch, tmp_path_factory):
-    """What pytest says of a stranger's file."""
+    """The output of pytest for a test file as users write it."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", " ".join(SELECTED.split())]
@@ -143,7 +143,7 @@ CAUSES = {
     "any_layout = False": lambda h: any(p.layout != "contiguous" for p in h.params),
     "several_groups = False": lambda h: bool(h.groups),
 }
-"""For each limit of the examples, what makes an optimizer fail that the limit is for."""
+"""For each limit of the examples, a failure that the limit is meant to avoid."""
 
 
 @pytest.mark.parametrize("limit", CAUSES)
@@ -168,7 +168,7 @@ def test_full_precision_is_suggested_only_if_the_example_passes_in_it(name):
 
 
 class Drifts(ampopt.SGD):
-    """SGD whose parameters drift after the calls that a claim is for."""
+    """SGD whose parameters change in the calls that one claim is about, and in no others."""
 
     drifts_by = ""
 
@@ -348,7 +348,7 @@ def test_a_change_is_named():
 
 
 def test_as_many_examples_are_drawn_as_the_profile_says():
-    """Whatever else is imported: ``torch_options`` imports what loads a profile of torch's."""
+    """Also if ``torch_options`` was imported, which makes torch load a profile of its own."""
     assert torch_options.OPTION_SETS
     asked = hypothesis.settings.get_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
     assert hypothesis.settings().max_examples == asked.max_examples
@@ -356,7 +356,7 @@ def test_as_many_examples_are_drawn_as_the_profile_says():
 
 
 def test_warnings_of_torch_about_checkpoints_are_no_failure(monkeypatch):
-    """Of sparse tensors, as torch 2.15 does, whatever its user makes of warnings."""
+    """A warning as torch 2.15 gives for sparse tensors, even if warnings are errors."""
     load = torch.load
 
     def warning(*args, **kwargs):

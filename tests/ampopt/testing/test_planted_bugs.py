@@ -36,11 +36,11 @@ SHRUNK = hypothesis.settings(
     stateful_step_count=12,  # short runs, as they shrink sooner
 )
 OF_EACH_KIND = ("FlagOfGroup", "ClosureUnchecked", "Normalizes", "Unedited", "CoarseCorrection")
-"""Bugs that are shrunk in every run: histories, closures, and both sequences of calls."""
+"""Bugs that are shrunk in every run: of histories, closures, and both sequences of calls."""
 
 
 def caught(bug: Bug, settings: hypothesis.settings) -> tuple[Any, str]:
-    """The failure that shows the bug, and how large its example is."""
+    """The failure that shows the bug, and the size of its example as text."""
     contract: Any = contract_of(bug.cls, {**bug.claims, "settings": settings}, (Small,))
     with pytest.raises((Exception, pytest.fail.Exception)) as found:
         getattr(contract(), f"test_{bug.caught_by}")()
@@ -62,7 +62,7 @@ def row(bug: Bug, size: str) -> str:
 
 @pytest.fixture(scope="module")
 def table(request):
-    """The rows of the documentation; those of this run are written in their place, if asked."""
+    """The rows of the documentation. With ``--write-table``, those of this run replace them."""
     text = README.read_text(encoding="utf-8")
     found = TABLE.search(text)
     assert found is not None
@@ -97,7 +97,7 @@ def test_the_table_has_a_row_for_each_bug(table, request):
 
 
 OTHER_UPDATES = ("Ratio", "Looking", "Rounded", "Coded")
-"""Those that differ from another correct one by their update alone."""
+"""Optimizers that differ from another correct one only by their update."""
 for _name, (_cls, _claims) in CORRECT.items():
     _others = OF_ONE_RULE if _name in OTHER_UPDATES else {}
     _contract = contract_of(_cls, {"settings": fewer(0.1), **_others, **_claims})

@@ -18,7 +18,7 @@ FEW = (
 
 
 class Restless(torch.optim.SGD):
-    """Moves by itself, whatever the learning rate."""
+    """Changes parameters whatever the learning rate is."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -36,7 +36,7 @@ class Inquisitive(torch.optim.SGD):
 
 
 class RestlessInFloat64(Restless):
-    """Moves by itself if a parameter is float64, as the contract draws them."""
+    """Changes float64 parameters whatever the learning rate is; the contract draws some."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be importe
 INF = float("inf")
 MSE = torch.nn.MSELoss()
 CAPTURED_AT = 3
-"""The call that captures; those before warm up."""
+"""The number of the call that captures; earlier calls warm up."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +37,7 @@ def triton() -> None:
 
 
 class CountedGraphs(cuda_graphs.CudaGraphs):
-    """Those of the device, which have not been run yet."""
+    """The graphs of a real device, counted. No device has run them yet."""
 
     def __init__(self) -> None:
         super().__init__(torch.device(DEVICE, torch.cuda.current_device()))
@@ -114,7 +114,7 @@ class Training:
 
 
 def both(train: Callable[[Training], Any], **options: Any) -> Training:
-    """Do the same with and without graphs; the captured one, after comparing the two."""
+    """Train without a graph and with one, check that both agree, and return the latter."""
     ends = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_gradients_are_changed_before_captured_steps(graphs):
 
 
 class Accumulating(TrainStep):
-    """Adds micro-batches up in float32."""
+    """Adds up micro-batches in float32."""
 
     def backward(self, loss: Tensor, scale: Any) -> None:
         super().backward(loss, scale)
@@ -171,7 +171,7 @@ class Accumulating(TrainStep):
 
 
 class AllButTheLast(TrainStep):
-    """Likewise, and leaves the last one of each batch to the step."""
+    """Adds up micro-batches in float32, except the last one of each batch."""
 
     def backward(self, loss: Tensor, scale: Any) -> None:
         if self.optimizer._ampopt.accumulation.cycle is not None:
@@ -422,7 +422,7 @@ def test_another_backend_on_a_device_is_refused(monkeypatch):
 
 
 def test_other_threads_may_do_what_would_break_a_capture(monkeypatch):
-    """The thread that pins the memory of a DataLoader does such things."""
+    """The thread that pins the memory of a DataLoader makes calls that break a capture."""
     captures: list[Any] = []
     for name in ("Stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.Mock())

@@ -26,7 +26,7 @@ def triton() -> Iterator[None]:
 
 
 class Training:
-    """Parameters whose gradients stay where they are, but for some steps."""
+    """Parameters whose gradients keep their memory, except where a test replaces them."""
 
     def __init__(self, cls: Any, **options: Any) -> None:
         self.params = [Parameter(torch.linspace(-1.0, 2.0, 6).view(3, 2)) for _ in range(2)]
@@ -47,13 +47,13 @@ class Training:
 
 
 def moved(training: Training) -> None:
-    """Gradients elsewhere, another scale, and another norm to clip by."""
+    """Take a step with gradients in other memory, another scale, and another norm to clip by."""
     training.place([grad.clone() for grad in training.grads])
     training.step(4.0, max_norm=0.5)
 
 
 def fewer(training: Training) -> None:
-    """One gradient less, so that the step is planned again."""
+    """Take a step with one gradient less, which needs another plan."""
     training.place([training.grads[0], None])
     training.step(max_norm=None)
 
@@ -74,7 +74,7 @@ def accumulated(training: Training) -> None:
     ],
 )
 def test_a_graph_is_replayed_after_steps_that_were_not_captured(cls, between):
-    """What it reads is there still, and the end is that of a training without a graph."""
+    """The memory that the graph reads still exists, and results are those without a graph."""
     graphs, plain, captured = FakeGraphs(), Training(cls), Training(cls)
     captured.step()
     with graphs.capture() as replay:

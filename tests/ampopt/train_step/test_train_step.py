@@ -18,7 +18,7 @@ MSE = torch.nn.MSELoss()
 
 
 def made(cls: Any = ampopt.AdamW, dropout: float = 0.0, **options: Any) -> tuple[Any, Any]:
-    """A small model, always the same, and its optimizer."""
+    """A small model with fixed initial values, and its optimizer."""
     model = torch.nn.Sequential(
         torch.nn.Linear(2, 3), torch.nn.Dropout(dropout), torch.nn.Linear(3, 1)
     )
@@ -36,7 +36,7 @@ def batch(first: float = 1.0, rows: int = 4, bad_row: int | None = None) -> tupl
 
 
 def by_hand(model: Any, optimizer: Any, scale: Any, batches: Any, **options: Any) -> list[Any]:
-    """The loop of the docstring; what each step gave."""
+    """The results of each step of the loop in the docstring."""
     n, dtype = options.get("micro_batches", 1), options.get("autocast", torch.float16)
     seen = []
     for inputs, targets in batches:
@@ -155,7 +155,7 @@ def test_inputs_are_passed_as_they_come(inputs, called_with):
 
 
 def test_replay_runs_the_batch_again_until_it_is_finite():
-    """The result is that of a step that begins with the last scale, with the same dropout."""
+    """The result is that of a step with the last scale from the start, and the same dropout."""
     results = []
     for init in (2.0**40, None):
         model, optimizer = made(dropout=0.5)
@@ -331,7 +331,7 @@ def test_on_gradients_sees_them_unscaled_before_each_step(cls, on_overflow):
 
 
 def test_a_subclass_accumulates_in_float32():
-    """The one of the docstring, with half-precision parameters, against one big float32 batch."""
+    """The example of the docstring, in half precision, gives the step of one float32 batch."""
 
     class Accumulating(TrainStep):
         def backward(self, loss: torch.Tensor, scale: Any) -> None:
@@ -373,7 +373,7 @@ def test_parts_are_called_in_their_order():
 
 
 def test_an_overflow_takes_the_next_batch():
-    """The result is that of a step with each batch in turn, until one is not skipped."""
+    """Each batch is tried in turn, until one is not skipped."""
     batches = [batch(), batch(bad_row=0), batch(bad_row=1), batch(), batch(), batch(bad_row=2)]
     model, optimizer = made()
     start = DynamicLossScale(init_scale=64.0, growth_interval=3)

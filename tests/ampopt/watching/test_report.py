@@ -12,7 +12,7 @@ INF = float("inf")
 
 
 def reported(norms: list[float], **options: Any) -> str:
-    """The report after gradients with these values, each of a parameter of one element."""
+    """The report after gradients with these values; the parameter has one element."""
     weight = Parameter(torch.ones(1, dtype=options.pop("dtype", torch.float32)))
     optimizer = ampopt.SGD([("weight", weight)], lr=0.0)
     watch = ampopt.Watch(optimizer)

@@ -35,7 +35,7 @@ SMALL: Any = {"state_bits": 8, "master_weights": True, "master_bits": 24}
 
 @pytest.fixture(autouse=True)
 def states_may_be_small():
-    """Those of small parameters too, where ``state_bits`` or ``master_bits`` says so."""
+    """Let ``state_bits`` and ``master_bits`` apply to small parameters, too."""
     with of_any_size():
         yield
 
@@ -46,7 +46,7 @@ def made(cls: Any = ampopt.AdamW, dtype: Any = torch.float32, **options: Any) ->
 
 
 def give(params: Any, step: Any, scale: float) -> None:
-    """Unscaled gradients, a few numbers repeated for each parameter; ``None`` for none."""
+    """Set gradients to ``scale`` times a few repeated numbers; ``None`` removes a gradient."""
     for p, numbers in zip(params, step, strict=True):
         if numbers is None:
             p.grad = None
@@ -86,7 +86,7 @@ WAYS = (in_one_call, in_two_calls, together, with_our_scaler, with_torchs_scaler
 
 
 class Expected:
-    """What a watch should say, in plain Python."""
+    """Computes in plain Python what a watch should report."""
 
     def __init__(self) -> None:
         self.steps = self.skips = self.in_a_row = 0

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
-    """Shape of a tensor, shape of a mesh, and a placement for each dimension of the mesh."""
+    """The shapes of a tensor and of a mesh, and a placement for each dimension of the mesh."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -28,7 +28,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
 
 
 def part_of(whole: torch.Tensor, mesh: list[int], here: Any, placements: list[Any]) -> Any:
-    """What torch gives the rank at the coordinates ``here`` of a mesh."""
+    """The shard that torch gives the rank at the coordinates ``here`` of the mesh."""
     for n, rank, placement in zip(mesh, here, placements, strict=True):
         if not placement.is_replicate():
             parts, _ = placement._split_tensor(whole, n, with_padding=False, contiguous=False)
@@ -42,7 +42,7 @@ def inverse(order: list[int]) -> list[int]:
 
 @given(layout=layouts(), order=st.permutations(range(3)), part_order=st.permutations(range(3)))
 def test_places_are_those_of_the_elements_in_the_whole(layout, order, part_order):
-    """In memory of any order, of the whole and of the part."""
+    """For any memory layout of the whole tensor and of the shard."""
     shape, mesh, placements = layout
     n = torch.Size(shape).numel()
     order, part_order = ([d for d in o if d < len(shape)] for o in (order, part_order))
