@@ -34,7 +34,7 @@ def settings():
 
 @pytest.fixture(scope="module")
 def preloaded(with_torch):
-    """With Triton's interpreter, which two of them run, and the others do not notice."""
+    """A process that has imported what examples import, with Triton's interpreter on."""
     environment = settings() | {"TRITON_INTERPRET": "1"}
     with contextlib.closing(Preloaded(IMPORTED, environment, with_torch)) as server:
         yield server
@@ -115,7 +115,7 @@ def test_train_digits_bad_arguments(arguments, capsys):
 
 
 def stopped(*arguments, example="train_digits.py"):
-    """The exit status of an example where it stops before it does anything."""
+    """The exit status of an example that stops because of its arguments."""
     main = runpy.run_path(str(EXAMPLES / example))["main"]
     with pytest.raises(SystemExit) as status:
         main(arguments)

@@ -16,13 +16,13 @@ MODULES = (
     "ampopt.testing.survey",
     "ampopt_kernels",
 )
-"""Those whose ``__all__`` is what users may rely on. What imports a framework is not here."""
+"""Public modules, except those that import a framework."""
 
 _OURS = ("ampopt.", "ampopt_kernels.")
 
 
 def described(module: str) -> Iterator[tuple[str, Any, str]]:
-    """Name, object and docstring of what the module shows, and of the methods of its classes."""
+    """Name, object and docstring of each public object, and of the methods of public classes."""
     shown = importlib.import_module(module)
     for name in shown.__all__:
         value = getattr(shown, name)

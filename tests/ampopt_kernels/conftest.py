@@ -10,7 +10,7 @@ from ampopt_kernels.language import HAS_TRITON
 
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
-    """What is a matter of speed, not of meaning: Triton's interpreter takes its time."""
+    """Chunk sizes change speed, not results; Triton's interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
         patch.setattr(torch_functions, "CHUNK", CHUNK)

@@ -33,7 +33,7 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """A line for each compilation, and the directory of assembly."""
+    """The line of the report for each compilation, and the folder with the assembly."""
     directory = tmp_path_factory.mktemp("aot")
     done = command("--dump", str(directory), "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def compiled(tmp_path_factory):
 
 
 def of(compiled, kernel, variant, dtype):
-    """The line for the one target that it was compiled for: see ``aot.tasks``."""
+    """The line of a kernel that was compiled for one target: see ``aot.tasks``."""
     named = {line.group("kernel", "variant", "dtype"): line for line in compiled[0]}
     return named[kernel, variant, dtype]
 
@@ -84,7 +84,7 @@ def test_moves_what_it_has_to(compiled, kernel, variant, dtype, bytes_moved):
 
 
 def test_control_takes_powers_without_dividing(compiled):
-    """Adam's two for each parameter; everything waits for control."""
+    """Control, for which all else waits, computes two powers for each parameter of Adam."""
     line = of(compiled, "control", "adam+decide+check+scale+policy+drop+advance", "float32")
     divisions = re.findall(r"\bdiv\.rn\.f64|\bv_div_fixup_f64", assembly(compiled, line))
     assert 1 <= len(divisions) <= 2  # by the scale and by a bias correction
@@ -133,7 +133,7 @@ def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype
 
 
 def test_small_states_are_moved_in_few_bytes_and_without_barriers(compiled):
-    """Of the 20 bytes with 8 bits, 4 are accesses to scales, which 128 elements share."""
+    """With 8 bits, 4 of the 20 bytes are for scales; 128 elements share each scale."""
     lines = [line for line in updates(compiled, "adam") if "_bits" in line["variant"]]
     lines = [line for line in lines if "24_bit_masters" not in line["variant"]]
     assert len(lines) == 6
@@ -142,7 +142,7 @@ def test_small_states_are_moved_in_few_bytes_and_without_barriers(compiled):
 
 
 def test_24_bit_masters_are_moved_in_few_bytes_and_without_barriers(compiled):
-    """With 8 bits, states take 8 of the 16 bytes, of which 4 are accesses to scales."""
+    """With 8 bits, states take 8 of the 16 bytes; 4 of these are for scales."""
     lines = [line for line in updates(compiled, "adam") if "24_bit_masters" in line["variant"]]
     assert len(lines) == 4
     for line in lines:
@@ -160,7 +160,7 @@ def test_every_rule_is_compiled_with_small_states_and_24_bit_masters(compiled, n
 
 
 def updates(compiled, name):
-    """Of the rule, in any dtype."""
+    """The lines of the update kernel of a rule, in all dtypes."""
     kernels = [line for line in compiled[0] if line["kernel"] == "update"]
     return [line for line in kernels if line["variant"].split("+")[0] == name]
 
@@ -187,7 +187,7 @@ def assert_streams(line, bytes_moved):
 
 
 def test_products_are_rounded_before_they_are_added(compiled):
-    """Otherwise one call would round differently than unscale and step."""
+    """A fused multiply-add would make ``unscale_and_step`` round differently from two calls."""
     lines = updates(compiled, "sgd")
     assert {line["dtype"] for line in lines} == set(aot.DTYPES)
     for line in lines:
@@ -196,11 +196,11 @@ def test_products_are_rounded_before_they_are_added(compiled):
 
 
 def test_no_operation_is_approximate(compiled):
-    """But for two in control, where NVIDIA's ``exp2`` and ``log2`` of float64 have them.
+    """Except in NVIDIA's float64 ``exp2`` and ``log2``, which control uses.
 
-    These begin with a guess of a reciprocal, which they refine, and compare a magnitude in float32.
-    ``floor`` takes subnormal numbers for 0: codecs round down multiples of 2**-23, and 24-bit
-    masters numbers that are not negative.
+    These begin with an estimate of a reciprocal, which they refine, and compare a magnitude in
+    float32. ``floor`` treats subnormal numbers as 0: codecs round down multiples of 2**-23, and
+    24-bit masters round numbers that are not negative.
     """
     guesses = {"abs.ftz.f32", "rcp.approx.ftz.f64"}
     nvidias = [line for line in compiled[0] if line["target"].startswith("sm_")]
@@ -212,7 +212,7 @@ def test_no_operation_is_approximate(compiled):
 
 
 def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):
-    """No atomics, by whatever name."""
+    """The assembly has no atomic operation."""
     files = [f for f in compiled[1].iterdir() if f.suffix in (".ptx", ".amdgcn")]
     assert len(files) == len(compiled[0])
     for path in files:
@@ -223,7 +223,7 @@ def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):
     ("name", "operations"), [("adamax", {"max"}), ("adam", {"max"}), ("rprop", {"max", "min"})]
 )
 def test_maxima_keep_nan(compiled, name, operations):
-    """By an instruction that does; where a GPU has none, as in float64, NaN is asked for apart."""
+    """By an instruction that keeps NaN; a GPU without one, as for float64, has a test for NaN."""
     rule = getattr(rules, name)
     flags = "+".join((name, *rule.flags))
     for dtype in ("float32", "float64"):
@@ -236,7 +236,7 @@ def test_maxima_keep_nan(compiled, name, operations):
 
 
 def test_unaligned_tensors_take_narrow_accesses(compiled):
-    """Also that the report can say so."""
+    """The report says so."""
     name = rules.__all__[0]
     rule = getattr(rules, name)
     line = of(compiled, "update", f"{name}+unaligned", "float32")
@@ -252,7 +252,7 @@ def test_nothing_spills(compiled):
 
 
 def test_every_dtype_is_compiled_for_every_target(compiled):
-    """Not every kernel is compiled for every dtype."""
+    """Kernels that depend on a dtype are compiled for all dtypes."""
     for kernel in ("detect", "accumulate", "update"):
         found = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == kernel}
         assert found == set(itertools.product(aot.DTYPES, aot.TARGETS)), kernel
@@ -281,7 +281,7 @@ def test_refuses_what_it_cannot_compile(arguments, interpreted, error, monkeypat
 
 @pytest.mark.parametrize("name", rules.__all__)
 def test_every_built_in_rule_is_among_the_cases(name):
-    """A new rule is compiled without being named anywhere else."""
+    """A new rule is compiled without an entry in any other list."""
     tried = [case for case in aot.cases(rules.__all__, aot.DTYPES) if case.rule == name]
     assert {case.dtype for case in tried} == set(aot.DTYPES)
     flags = getattr(rules, name).flags

@@ -36,7 +36,7 @@ CHUNK = 512
 
 @pytest.fixture(autouse=True, scope="module")
 def chunks_of_whole_blocks(small_chunks):
-    """Chunks that have whole blocks, as they always have outside of tests."""
+    """Make chunks a multiple of a block, as they are outside of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
         patch.setattr(torch_functions, "CHUNK", CHUNK)
@@ -77,7 +77,7 @@ BUILT_IN = {"signed": SIGNED, "wide": WIDE, "non-negative": NON_NEGATIVE}
 
 
 def values(n, *, seed=0):
-    """Numbers of many sizes."""
+    """Numbers of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, generator=generator) * torch.exp(4 * torch.randn(n, generator=generator))
 
@@ -202,7 +202,7 @@ def row_of(n, rule, codecs, *, low=None, places=None):
 
 
 def stepped(backend, rule, hyper, made, *, flag=0.0):
-    """All bits after three steps of rows that ``made()`` returns."""
+    """The bits of all tensors after three steps of the rows that ``made()`` returns."""
     rows, grads = zip(*made(), strict=True)
     work = Work(torch.device("cpu"), list(rows), [], rule, [hyper])
     for i in range(3):

@@ -21,9 +21,9 @@ each_accelerator = pytest.mark.parametrize("kind", ["cuda", "xpu"])
 
 
 class Elsewhere(TorchFunctionMode):
-    """Tensors that go to a device stay here; ``copies`` says how: pinned, and not waited for.
+    """Records copies to a device, and leaves the tensors on the CPU.
 
-    A copy from memory that is not pinned and not waited for is an error.
+    An asynchronous copy from memory that is not pinned is an error.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def test_only_from_pinned_memory_the_host_goes_on(kind, dtype, values):
 
 
 def test_nothing_is_sent_from_the_host_while_a_graph_is_captured(monkeypatch):
-    """The graph would read, at each replay, what is in the host's memory by then."""
+    """Each replay of the graph would read the host's memory again, which may have changed."""
     monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: device.type == "cuda")
     with Elsewhere() as elsewhere:
         with pytest.raises(RuntimeError, match="on its way from the host"):
@@ -99,7 +99,7 @@ def test_scales_wait_where_nothing_pins():
 
 @pytest.fixture
 def current(monkeypatch, kind):
-    """Index of the current device of that kind, of which the last one captures."""
+    """The index of the current device; only the last device captures a graph."""
     now = [0]
 
     @contextmanager

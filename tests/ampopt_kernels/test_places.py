@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 NEAR = (Jump(1, 0, 2), Jump(7, 3, 5), Jump(70, 69, -1))
 FAR = (Jump(3000, 2900, 10**9), Jump(9000, 900, 2**33), Jump(2**35, 2**35 - 5, 3))
 ROWS = [(Places(2**40), 9), (Places(5, NEAR), 300), (Places(5, FAR), 9300), (Places(1, FAR), 40)]
-"""Places and sizes of rows: of one chunk and several, with gaps in each block, chunk, or row."""
+"""Places and sizes of rows: one chunk or several, with gaps in each block, chunk or row."""
 
 
 def backends() -> list[Any]:

@@ -31,7 +31,7 @@ STARTS = st.sampled_from([1.0, 2.0**16, 2.0**127, 3.0, FLOAT32_MAX])
 
 
 def by_definition(value, growth, budget, overflow, c):
-    """The docstring of ``next_scale``, line by line."""
+    """The pseudo-code of the docstring of ``next_scale``, line by line."""
     if overflow:
         growth, budget = 0.0, budget - 1
         if budget <= 0:
@@ -91,7 +91,7 @@ def test_on_tensors(constants, history, start):
 @each_engine
 @given(constants=POLICIES, history=SHORT, start=STARTS)
 def test_in_control(engine, constants, history, start):
-    """Bit for bit what the definition says, whoever computes it, over a whole history."""
+    """Bitwise the results of the definition, on every backend, over a whole history."""
     backend, work = ENGINES[engine](), Work(CPU, [])
     scale = torch.tensor(as_float32(start))
     counters = torch.tensor([0, int(constants.hysteresis)], dtype=torch.int32)

@@ -86,7 +86,7 @@ def test_reads_a_group():
 
 
 def test_a_tensor_is_on_whatever_it_holds():
-    """A flag is known without reading a device."""
+    """The value of a flag is known without reading a device."""
     off = torch.zeros((), device="meta")
     assert RULE.flag_values({**GROUP, "decay": off}) == (True, True)
 
@@ -137,7 +137,7 @@ def every_function(s, h):
     lr=st.floats(0.0625, 8),
 )
 def test_scalars_have_the_same_bits_for_one_parameter_as_among_others(counts, lr):
-    """They are numbers where all parameters have the same count, and else tensors."""
+    """Scalars are numbers if all parameters have the same count, and tensors otherwise."""
     rule = Rule(update=update, scalars=every_function, hyper=("lr",), scalar_state=(State("n"),))
     wide = [torch.tensor(x, dtype=torch.float64) for x in (counts, lr)]
     (together,), h = rule.host_scalars((wide[0],), (wide[1],), ())
@@ -157,7 +157,7 @@ def test_runs_on_tensors():
 
 @pytest.mark.parametrize("name", rules.__all__)
 def test_built_in_rules_keep_to_what_they_declare(name):
-    """One new state for each that the flags declare, under every set of flags."""
+    """The rule returns one new value for each state that its flags declare."""
     rule = getattr(rules, name)
     one = torch.ones((), dtype=torch.float64)
     n_hyper = count_hyper(rule, (False,) * len(rule.flags))

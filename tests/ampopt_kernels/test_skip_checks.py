@@ -28,7 +28,7 @@ CHECKS = st.lists(st.tuples(SETTINGS, VALUES, STATISTICS), min_size=1, max_size=
 
 
 def expected(checks, norm, overflow, reads_statistics):
-    """Cause, and statistics afterwards."""
+    """The cause of a skip by definition, and the statistics after it."""
     cause, after = 0.0, []
     for settings, other, (count, mean, squares) in checks:
         value = norm if settings.of_norm else other

@@ -22,7 +22,7 @@ from ampopt_kernels.tensors import (
 
 @st.composite
 def tensors(draw, shape=None):
-    """Contiguous, permuted, stepped over, expanded: distinct elements where memory is."""
+    """Contiguous, permuted, strided and expanded tensors; elements differ if their memory does."""
     if shape is None:
         shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
     order = draw(st.permutations(range(len(shape))))
@@ -41,7 +41,7 @@ def tensors(draw, shape=None):
 
 
 def places(tensor):
-    """Where in memory each element is, from the first."""
+    """The offset of each element from the first one, in memory."""
     where = [0]
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         where = [at + i * stride for at in where for i in range(size)]
@@ -55,7 +55,7 @@ def test_is_dense_by_the_definition(tensor):
 
 @st.composite
 def strided(draw):
-    """Any shape and strides over a few elements of memory, as ``as_strided`` makes them."""
+    """Tensors of any shape and strides over a few elements, made by ``as_strided``."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     strides = draw(st.lists(st.integers(0, 4), min_size=len(shape), max_size=len(shape)))
     return torch.arange(32.0).as_strided(shape, strides, draw(st.integers(0, 4)))
@@ -70,7 +70,7 @@ def test_overlaps_itself_by_the_definition(tensor):
 @hypothesis.settings(max_examples=100)
 @given(one=strided(), other=strided(), half=st.booleans())
 def test_shared_memory_by_the_definition(one, other, half):
-    """Two tensors in one storage, of which the second may have elements of half the size."""
+    """Two tensors in one storage; elements of the second may be half as large."""
     storage = torch.arange(64.0)
     one, other = (
         (storage.view(torch.bfloat16) if narrow else storage).as_strided(

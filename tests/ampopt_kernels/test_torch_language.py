@@ -79,7 +79,7 @@ def test_an_unknown_function_is_named_with_those_there_are():
 
 @given(name=st.sampled_from(UNARY), x=FLOATS)
 def test_numbers_have_the_results_of_tensors(name, x):
-    """Also where Python would raise: a CPU step may run on numbers, a device step on tensors."""
+    """Also if Python would raise: a step may use numbers on the CPU, and tensors on a device."""
     function = getattr(torch_language, name)
     assert same(function(x), function(torch.tensor(x, dtype=torch.float64)).item())
 
@@ -189,7 +189,7 @@ if HAS_TRITON:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @given(data=st.data())
 def test_triton_agrees(dtype, data):
-    """The same functions in a kernel; the correctly rounded ones are."""
+    """In a kernel, results are close; those of correctly rounded functions are the same."""
     positive = data.draw(st.lists(st.floats(0.0625, 8, width=32), min_size=4, max_size=4))
     any_sign = data.draw(st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4))
     source = torch.tensor([positive, any_sign], dtype=dtype)

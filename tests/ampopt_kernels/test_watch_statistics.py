@@ -41,7 +41,7 @@ ALL = {**ENGINES, "compiled": compiled}
 
 @dataclass
 class Step:
-    """One attempt: of each parameter that had a gradient its place, flag and measures."""
+    """One step: place, flag and measures of each parameter with a gradient, and the outcome."""
 
     rows: list[tuple[int, bool, tuple[float, int, int, float]]]
     cause: int
@@ -95,7 +95,7 @@ steps = st.builds(
 
 
 def defined(history):
-    """The parameters, totals and ring after ``history``."""
+    """The parameters, totals and ring after ``history``, by definition."""
     table = [[0.0] * COLUMNS for _ in range(PLACES)]
     totals, ring = [0.0] * (1 + len(CAUSES)), [[0.0] * RING for _ in range(LAST)]
     for number, step in enumerate(history, start=1):

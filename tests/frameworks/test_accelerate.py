@@ -32,7 +32,7 @@ OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
 
 
 def accelerator_for(scaler: Any, precision: str = "fp16", accumulated: int = 1) -> Accelerator:
-    """A new one: Accelerate keeps what the first of a process was made with."""
+    """A new accelerator with new state, as Accelerate would share that of the first one."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(
@@ -57,7 +57,7 @@ def batches(size: int) -> Any:
 
 
 def trained(accelerator: Any, make: Any, *, size: int = 2, clip: float | None = 0.5) -> Any:
-    """The model, the optimizer that is inside Accelerate's, and the scheduler, after 16 images."""
+    """The model, the optimizer in Accelerate's wrapper, and the scheduler, after 16 images."""
     net = linear()
     inner = make(net.parameters())
     scheduler: Any = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
@@ -121,7 +121,7 @@ def test_skips_are_known_to_the_gate_and_the_scaler_only():
 
 
 def test_accumulated_batches_are_one_batch():
-    """In float32, but for the scale: the sum of halves, and half of the sum, round alike."""
+    """In float32, the sum of halves and half of the sum are rounded in the same way."""
     results = []
     for accumulated in (1, 2):
         scaler = ampopt.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -137,7 +137,7 @@ def test_accumulated_batches_are_one_batch():
 @pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.LBFGS])
 @pytest.mark.parametrize("scaler_class", SCALERS)
 def test_t1_a_closure_which_accelerate_passes_by_position(cls, scaler_class):
-    """Refused with torch's scaler, with the way to do it; replayed with ours."""
+    """Torch's scaler gets an error that names the fix; ``ampopt.GradScaler`` replays."""
     scaler = scaler_class("cpu", init_scale=OVERFLOWS)
     accelerator = accelerator_for(scaler)
     net = linear()
@@ -182,7 +182,7 @@ def test_bfloat16_with_a_scale_of_1_skips_overflows():
 
 
 def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
-    """Parameters, optimizer, scheduler and scaler, saved and loaded by Accelerate."""
+    """Accelerate saves and loads parameters, optimizer, scheduler and scaler."""
 
     def run(scaler: Any, steps: Any, load: bool = False, save: bool = False) -> Any:
         accelerator = accelerator_for(scaler)
@@ -229,7 +229,7 @@ def test_a_scaler_that_comes_too_late_is_refused():
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_clipping_sees_unscaled_gradients_in_every_precision(precision, accumulated):
-    """Accelerate alone unscales for it under float16 only."""
+    """Without the helper, Accelerate unscales before it clips in float16 only."""
     results = []
     for scale in (1.0, 2.0**10):
         scaler = ampopt.GradScaler("cpu", loss_scale=ampopt.StaticLossScale(scale))
@@ -267,7 +267,7 @@ NORM = (8 * 2.0**2 + 2 * 2.0**2) ** 0.5  # of the sum over two rows of ones, for
 @pytest.mark.parametrize("version", [None, 2])
 @pytest.mark.parametrize("of", ["parameters", "masters"])
 def test_the_gradients_of_masters_are_clipped(of, version):
-    """Whether it is given the parameters, as by a Trainer, or the masters."""
+    """Whether the parameters are passed, as a Trainer does, or the masters."""
 
     def clip(accelerator: Any, net: Any, optimizer: Any) -> Any:
         tensors = net.parameters() if of == "parameters" else optimizer.master_params()
@@ -293,7 +293,7 @@ def test_accelerate_refuses_to_clip_by_value_under_fsdp():
 
 
 def test_masters_under_fsdp1_are_refused():
-    """Whose norm Accelerate has the model compute, of the gradients of its parameters."""
+    """Under FSDP1, the model computes the norm, from the gradients of its parameters."""
     with pytest.raises(RuntimeError, match="under FSDP1, .* choose fsdp_version=2"):
         stepped_with_masters(
             lambda accelerator, net, _: accelerator.clip_grad_norm_(net.parameters(), 1.0), 1

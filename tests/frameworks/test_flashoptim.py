@@ -17,7 +17,7 @@ kernels: Any = pytest.importorskip("flashoptim.optimizers")
 
 
 def stored_and_read(x: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """What their kernels read of ``x`` once they have stored it."""
+    """The values of ``x`` after FlashOptim's kernels have stored and read it."""
     codes = torch.empty(x.shape, dtype=torch.int8 if signed else torch.uint8)
     scales = torch.empty(len(x) // 32, dtype=torch.float16)
     found, most = torch.empty_like(x), 127.0 if signed else 255.0

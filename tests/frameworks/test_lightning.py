@@ -37,7 +37,7 @@ OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
 
 
 class Net(LightningModule):
-    """A linear layer, trained by what ``make`` makes of its parameters."""
+    """A linear layer, trained by the optimizer that ``make`` makes."""
 
     def __init__(self, make: Any, *, manual: bool = False, returns_none_at: int = -1) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def mixed(scaler_class: Any, plugin_class: Any = MixedPrecision, init_scale: flo
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("scaler_class", SCALERS)
 def test_mixed_precision_as_it_comes(name, manual, scaler_class):
-    """Without clipping, the swap of the import is all there is to do."""
+    """Without clipping, only the import changes."""
     results = []
     for of in (torch.optim, ampopt):
         plugin = mixed(scaler_class)
@@ -158,7 +158,7 @@ def test_batches_are_accumulated():
 
 @pytest.mark.parametrize("cls", [ampopt.LBFGS, ampopt.AdamW])
 def test_closures_are_replayed(cls):
-    """What Lightning refuses of LBFGS, and so no batch is lost to an overflow."""
+    """Lightning alone refuses LBFGS. With replay, no batch is lost to an overflow."""
     net = Net(lambda params: cls(params, lr=0.1))
     scaler = ampopt.GradScaler("cpu", init_scale=OVERFLOWS)
     plugin = shipped.MixedPrecision("16-mixed", "cpu", scaler, replay=True)
@@ -215,7 +215,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path: Path):
 
 
 def test_manual_optimization_without_a_scaler():
-    """The optimizer's own control points, and Lightning's precision left at float32."""
+    """The step calls ``unscale_and_step``, and Lightning's precision stays float32."""
 
     class Own(Net):
         scale: Any = ampopt.DynamicLossScale(init_scale=OVERFLOWS)
@@ -290,7 +290,7 @@ def test_gradients_are_clipped_by_value():
 
 
 class Overflowing(Net):
-    """Of the first batch the loss is infinite."""
+    """A model whose loss is infinite for the first batch."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.loss(batch) * (float("inf") if index == 0 else 1.0)

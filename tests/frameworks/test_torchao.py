@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 
 def parameters() -> list[Any]:
-    """One that is just large enough for 8-bit states."""
+    """One parameter, just large enough for 8-bit states."""
     return [torch.nn.Parameter(torch.linspace(-1.0, 1.0, 4096).reshape(64, 64))]
 
 
@@ -42,7 +42,7 @@ def seen(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("skip_by", ["host", "auto", "transaction"])
 def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
-    """As on a GPU, ``"auto"`` tries how to skip, and ends with reading the flag."""
+    """As on a GPU, ``"auto"`` tries a rollback first, and then reads the flag."""
     monkeypatch.setattr(transaction, "host_may_look", lambda device: False)
     theirs = parameters()
     reference = optim.AdamW8bit(theirs, lr=1e-2)
@@ -66,7 +66,7 @@ def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
 
 @pytest.mark.parametrize("name", ["AdamW4bit", "AdamWFp8"])
 def test_other_formats(name):
-    """Uncompiled, as compiling takes a while: a skip is exact, and a state is loaded."""
+    """A skip is exact, and a state is loaded. Uncompiled, as compiling takes long."""
     cls = ampopt.extend(getattr(optim, name))
     optimizer, resumed = cls(parameters()), cls(parameters())
     optimizer.skip_by = "transaction"
@@ -82,7 +82,7 @@ def test_other_formats(name):
 
 
 def test_checkpoints(tmp_path):
-    """Of theirs and ours, both ways, from a file that ``weights_only=True`` loads."""
+    """State dicts of torchao's class load into ampopt's and back, also from a file."""
     optimizers = [cls(parameters(), lr=1e-2) for cls in (optim.AdamW8bit, _ours())]
     for saved, cls in zip(optimizers, (_ours(), _ours()), strict=True):
         set_gradients(saved.param_groups[0]["params"], 0)

@@ -51,7 +51,7 @@ def containers(**options: Any) -> tuple[Any, Any, Any]:
 def train_step(
     model: Any, optimizers: Any, schedules: Any, scale: Any, step: int, keeps_clipping: bool = False
 ) -> tuple[Any, float]:
-    """A step of two micro-batches, the second of which overflows on rank 1; scale and norm."""
+    """Take a step of two micro-batches, and return the scale and the norm."""
     from torchtitan.distributed import utils as dist_utils
 
     optimizers.zero_grad()
@@ -75,7 +75,7 @@ def train_step(
 
 
 def trained(keeps_clipping: bool) -> Any:
-    """Three steps, the second of which overflows on rank 1."""
+    """The state after three steps, the second of which overflows on rank 1."""
     model, optimizers, schedules = containers()
     scale, norms = ampopt.DynamicLossScale(), []
     for step in range(3):
@@ -121,5 +121,5 @@ def test_its_optimizers_step_or_skip_together(two_ranks):
     "options", [{}, {"state_bits": 8, "master_weights": True, "master_bits": 24}]
 )
 def test_a_resumed_run_is_the_same_run(options, two_ranks):
-    """With the rate of its schedule, of which torchtitan saves and loads ``last_epoch`` alone."""
+    """The rate is restored, too: torchtitan saves and loads only ``last_epoch`` of a schedule."""
     assert two_ranks.run(resumed, options) == [(True, 1e-2 * 0.5**4)] * 2

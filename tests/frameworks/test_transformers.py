@@ -41,7 +41,7 @@ OVERFLOWS = 2.0**20  # which scales of 2**18 and more do here
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network, and an ``Accelerator`` of each test's own."""
+    """Forbid downloads, and give each test a new ``Accelerator``."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -136,7 +136,7 @@ def test_it_makes_the_optimizer_from_a_class(tmp_path):
 
 
 def test_a_callback_reads_skips_from_the_scaler(tmp_path):
-    """What to ask in place of ``optimizer_step_was_skipped``: the scaler."""
+    """``scaler.skipped`` replaces ``optimizer_step_was_skipped``."""
     skipped: list[bool] = []
     scaler = ampopt.GradScaler("cpu", init_scale=OVERFLOWS)
 
@@ -176,7 +176,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
 
 
 def test_a_prepared_trainer_counts_steps_that_happened_and_logs_skips(tmp_path):
-    """Its own scheduler, made for an optimizer that Accelerate has wrapped."""
+    """The Trainer's own scheduler counts; its optimizer is wrapped by Accelerate."""
     given = {"optimizer_cls_and_kwargs": (ampopt.AdamW, {"lr": 0.05})}
     options = {"logging_strategy": "steps", "logging_steps": 1, "fp16": True}
     trainer = trainer_of(llama(), tmp_path, None, given, **options)
@@ -224,7 +224,7 @@ def test_a_gate_that_it_was_given_is_kept_and_a_watch_is_logged(tmp_path):
 @pytest.mark.parametrize("fp16", [True, False])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 def test_the_gradients_of_masters_are_clipped_and_logged(fp16, max_grad_norm, tmp_path):
-    """Of float16 parameters, as of float32 ones; a step of SGD at a rate of 1 is its gradient."""
+    """Results of float16 parameters are those of float32 ones; SGD's rate is 1."""
     norms, changes = [], []
     for half in (False, True):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -246,7 +246,7 @@ def test_the_gradients_of_masters_are_clipped_and_logged(fp16, max_grad_norm, tm
 
 class OfSeveralMeshes(Trainer):
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave it there: a module with some DTensors cannot be moved as a whole."""
+        """Do nothing: a module with some DTensors cannot be moved as a whole."""
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -30,7 +30,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefgh"]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network, and an ``Accelerator`` of each test's own."""
+    """Forbid downloads, and give each test a new ``Accelerator``."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

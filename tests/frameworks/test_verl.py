@@ -19,11 +19,11 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: .ci/run has the command", allow_module_level=True)
 
 STEPS, SAVED = 4, 2
-"""Steps of the run, and after how many it is saved."""
+"""The number of steps of the run, and of those before it is saved."""
 
 
 def declare_cpu() -> None:
-    """Have verl take the CPU for the GPU, whose engines it then has."""
+    """Declare the CPU as a device for which verl has engines."""
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 

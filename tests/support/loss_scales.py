@@ -58,7 +58,7 @@ def settings_of_scales(draw):
 
 @st.composite
 def scales(draw):
-    """A dynamic scale somewhere in its life."""
+    """A dynamic scale after any number of steps."""
     return advanced(DynamicLossScale(**draw(settings_of_scales())), draw(histories))
 
 

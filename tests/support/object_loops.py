@@ -15,7 +15,7 @@ def need_object_loops() -> None:
 
 
 def unavailable_loops() -> Loops:
-    """Loops to put in place of ``objects.loops``: they are never there, so checks run in Python."""
+    """A replacement of ``objects.loops`` without compiled code, so that checks run in Python."""
     unavailable = Loops()
     unavailable.want = lambda: None
     return unavailable

@@ -32,7 +32,7 @@ class Bug(NamedTuple):
         cls: the optimizer.
         what: the bug, in words.
         caught_by: the invariant meant for it, without ``test_``.
-        claims: of its contract.
+        claims: claims of its contract that differ from the defaults.
     """
 
     cls: type[Any]
@@ -45,7 +45,7 @@ BUGS: list[Bug] = []
 
 
 def planted(what: str, caught_by: str, **claims: Any) -> Callable[[type[Any]], type[Any]]:
-    """Enter a class among the bugs."""
+    """Add a class to the bugs."""
 
     def enter(cls: type[Any]) -> type[Any]:
         BUGS.append(Bug(cls, what, caught_by, claims))
@@ -97,7 +97,7 @@ class FlagsThatCancel(Selecting):
 
 
 class Judging(OwnHooks):
-    """Judges gradients itself. ``judge`` says whether one, as it is given, is fit."""
+    """Tests gradients itself; ``judge`` says whether one, still scaled, is finite."""
 
     def unscale(self, grads_scaled_by=None):
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]

@@ -123,7 +123,7 @@ class Preloaded:
         return subprocess.CompletedProcess(command, code, *printed)
 
     def close(self) -> None:
-        """End the process; what it has started goes on."""
+        """End the process; processes that it has started continue."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

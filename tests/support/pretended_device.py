@@ -21,7 +21,7 @@ __all__ = ["launch", "looks", "pretending"]
 CPU = torch.device("cpu")
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "_coalesce")
 _IN_NO_FIXED_ORDER = ("cumsum", "cumprod")
-"""What CUDA refuses of floats under ``torch.use_deterministic_algorithms(True)``."""
+"""Float operations that CUDA refuses under ``torch.use_deterministic_algorithms(True)``."""
 looks: list[str] = []
 """Names of the operations that have read values back."""
 _made: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()

@@ -112,7 +112,7 @@ class OptionSet:
 
 
 ULPS = 16.0
-"""Tolerance of :class:`Apart`. torch's kernels fuse multiply-adds in other places than a rule.
+"""Tolerance of :class:`Distance`. torch's kernels fuse multiply-adds in other places than a rule.
 
 Measured: 9, and 13 where decay cancels a gradient.
 """
@@ -253,7 +253,7 @@ class Distance:
     def of_optimizers(
         self, ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer
     ) -> dict[str, float]:
-        """Distances of parameters and states, by name; ours must have every state of torch's."""
+        """Distances of parameters and states, by name. Fails if ``ours`` lacks a state."""
         worst: dict[str, float] = {}
 
         def note(name: str, index: int, actual: Tensor, expected: Tensor) -> None:

@@ -83,5 +83,5 @@ def outcomes() -> Iterator[tuple[Any, Any]]:
 
 
 def outcomes_of_all() -> list[tuple[Any, Any]]:
-    """All outcomes, as one of the two ranks gets them."""
+    """The outcomes of all cases, on one of the two ranks."""
     return list(outcomes())

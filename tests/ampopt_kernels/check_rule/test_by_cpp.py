@@ -46,7 +46,7 @@ def larger_setting(s, h):
     ],
 )
 def test_what_has_no_cpp_is_refused_on_every_backend(rule, code, advice, monkeypatch):
-    """With Triton, which takes these, and without."""
+    """Also rules that Triton accepts, with Triton and without."""
     role = "scalars" if "scalars" in rule else "update"
     for targets in (by_triton.can_compile_for, lambda target: False):
         monkeypatch.setattr(by_triton, "can_compile_for", targets)

@@ -152,7 +152,7 @@ def test_what_triton_refuses_is_named_with_its_line_and_a_remedy(function, code,
 
 @needs_triton
 def test_triton_names_the_fault_again_when_a_rule_is_tried_again():
-    """Triton keeps a placeholder for the key of a function that it has refused."""
+    """After an error, Triton leaves a placeholder as the cache key of the function."""
     function = compilable(calls_unmarked)
     said = []
     for _ in range(2):
@@ -208,7 +208,7 @@ def marked_number(p, g, state, h, flags):
 
 @pytest.mark.parametrize("backend", ["eager", "eager on a device", "compiled"], indirect=True)
 def test_a_number_that_is_marked_where_it_stands_is_a_number(backend):
-    """Triton's compiler takes such a number; its interpreter does so only right of a block."""
+    """Triton's compiler accepts such a number; its interpreter only on the right of a block."""
 
     class Author(ampopt.ElementwiseOptimizer):
         rule = Rule(update=marked_number, hyper=HYPER, state=(State("sum", init=2.0),))
@@ -280,7 +280,7 @@ def test_all_there_is_compiles():
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_a_rule_passes_after_one_has_run(backend):
-    """Triton's interpreter leaves functions of its own behind."""
+    """Triton's interpreter leaves its own functions in ``tl``."""
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     ampopt.Adam([param]).unscale_and_step(grads_scaled_by=2.0)

@@ -89,7 +89,7 @@ def keeps_sums(s, h, flags, sums):
     ],
 )
 def test_what_is_changed_in_place_is_refused(role, rule):
-    """On torch tensors it would be the gradient of the caller's, or a state before its time."""
+    """On torch tensors, the code would change the caller's gradient, or a state too early."""
     declared = Rule(**{"update": one_state, "hyper": HYPER, "state": STATE, **rule})
     assert_refused(declared, ValueError, f"{role} of", "changes in place", "`x = x + y`")
 
@@ -375,7 +375,7 @@ def takes_the_larger(s, h):
 
 @pytest.mark.parametrize("scalars", [chooses_by_the_count, takes_the_larger])
 def test_scalars_that_branch_on_a_count_are_refused_with_their_line(scalars):
-    """Of one parameter they would do, but not of several whose counts differ."""
+    """Such a branch works for one parameter, but not for several with different counts."""
     rule = Rule(update=no_state, scalars=scalars, hyper=HYPER, scalar_state=COUNT)
     place = f"{place_of(scalars, 3)}, in {scalars.fn.__name__}: `return"
     assert_refused(rule, ValueError, "scalars of", place, "tl.where(x > 0")
@@ -514,7 +514,7 @@ def _warming_update(p, g, state, h, flags):
 
 
 class Warming(ampopt.ElementwiseOptimizer):
-    """An author's optimizer that uses all there is: states, flags, scalars that it counts."""
+    """An optimizer with all parts of a rule: states, flags, and scalars that it counts."""
 
     rule = Rule(
         update=_warming_update,
@@ -533,7 +533,7 @@ class Warming(ampopt.ElementwiseOptimizer):
 def warming(
     p: torch.Tensor, grads: list[torch.Tensor], limit: float, signed: bool
 ) -> dict[str, torch.Tensor]:
-    """What :class:`Warming` says, in float64 and in so many words."""
+    """The results of :class:`Warming`, computed in float64 by plain code."""
     p, average, largest = p.double(), torch.zeros_like(p).double(), torch.full_like(p, 0.125)
     for count, g in enumerate(grads, 1):
         average = average + 0.25 * (g.double() - average)

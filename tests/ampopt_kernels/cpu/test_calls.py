@@ -62,7 +62,7 @@ RULE = Rule(
         State("third", shape="rows", when="both"),
     ),
 )
-"""Of rows and columns with terms that differ, or of columns alone."""
+"""A rule with different terms for rows and columns, or with columns only."""
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def compiled(both: bool, dtypes: tuple[torch.dtype, ...]) -> CompiledAverages:
 
 
 def given_to(shape: tuple[int, ...], dtypes: Any, seed: int, offset: int = 0) -> list[torch.Tensor]:
-    """Flat gradient, parameter and state that begin ``offset`` elements behind an aligned place."""
+    """Flat gradient, parameter and state, each ``offset`` elements after an aligned address."""
     source, n = torch.Generator().manual_seed(seed), math.prod(shape)
     few = torch.randn(min(n, 997), dtype=F64, generator=source)
     few *= torch.exp2(torch.randn(len(few), dtype=F64, generator=source) * 10)
@@ -104,7 +104,7 @@ SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
     st.integers(0, 2**31),
 )
 def test_sums_are_those_of_float64(stack, m, n, both, dtypes, factors, offset, seed):
-    """Of rows of every length, of matrices of every height, one after another, anywhere."""
+    """For rows of any length, any number of rows and matrices, and any alignment."""
     batch, matrices = stack
     if matrices > 3:
         m, n = min(m, 9), min(n, 9)

@@ -43,7 +43,7 @@ SIZES = [1, 7, 8, 15, 16, 17, 31, 33, 64, 100, 1000, CHUNK - 1, CHUNK, CHUNK + 1
 
 
 def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[torch.Tensor]:
-    """Of every size of number, most of them ordinary; what is averaged of squares is positive."""
+    """Tensors with numbers of all magnitudes, most of them near 1; second moments are positive."""
     source = torch.Generator().manual_seed(seed)
     grad_dtype, dtype, copy = stored
 
@@ -63,7 +63,7 @@ def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[t
 
 
 def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Of a stack of matrices of many columns or few, if the rule reads any."""
+    """The row and column states of a stack of matrices; ``None`` if the rule has none."""
     if not (parts := rule.row_column_states_for(flags)):
         return None
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
@@ -76,7 +76,7 @@ def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.d
 
 
 def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float, ...]) -> Any:
-    """What the eager backend and the C++ make of the same tensors."""
+    """The results of the eager backend and of the C++ for the same tensors."""
     ours, theirs = (tensors_of(rule, flags, stored, n, seed) for _ in range(2))
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
     row_column_states = row_column_states_of(rule, flags, ours[1], arithmetic(*stored[:2]))
@@ -150,7 +150,7 @@ few = settings(max_examples=4, phases=(Phase.explicit, Phase.reuse, Phase.genera
 @few
 @given(data=st.data())
 def test_every_rule_has_the_same_bits_in_cpp(name, data):
-    """With any flags and dtypes: four to compile, each with several sizes and numbers."""
+    """With any flags and dtypes. Four combinations are compiled, each for several sizes."""
     rule = RULES[name]
     flags = tuple(data.draw(st.booleans()) for _ in rule.flags)
     stored = data.draw(st.sampled_from(STORED))
@@ -269,7 +269,7 @@ def test_what_has_no_cpp_is_an_error():
 
 
 def test_only_what_a_reduce_reads_is_fetched_from_memory():
-    """NovoGrad's sums are of gradients alone, and its update reads parameters and averages too."""
+    """NovoGrad sums gradients only; its update also reads parameters and averages."""
     rule, flags = rules.novograd, (False, False)
     fetched = [
         [f"fetch(t{i} " in source_of(rule, flags, (F32,) * 3, 7, role).text for i in range(3)]

@@ -11,7 +11,7 @@ from ampopt_kernels.native.build import cpp_compiler
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """The folder that will be the user's cache; temporary files are the test's own too."""
+    """The folder that becomes the user's cache; temporary files get a folder of the test, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -22,7 +22,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def starts(own_cache, tmp_path, monkeypatch):
-    """Tells with which arguments a compiler was started each time, from an empty cache on."""
+    """The arguments of each start of the compiler, beginning with an empty cache."""
     real = cpp_compiler()
     if real is None or os.name != "posix":
         pytest.skip("there is no compiler, or no shell to count its starts")

@@ -198,7 +198,7 @@ def test_machines_that_differ_have_libraries_of_their_own(own_cache, starts, mon
 
 
 def test_processors_of_one_name_with_other_features_are_told_apart(tmp_path, monkeypatch):
-    """What is compiled for AVX-512 ends the program where a virtual machine hides it."""
+    """Code for AVX-512 would crash in a virtual machine that lacks the instructions."""
     files = []
     for features in ("avx2 f16c", "avx2 f16c avx512f"):
         files.append(tmp_path / features)

@@ -218,7 +218,7 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
 
 
 class Compiler:
-    """In place of a library; what it is asked for, in order."""
+    """A fake library that records the calls made to it."""
 
     def __init__(self, there=False, fails=False):
         self.there, self.fails, self.asked, self.looks = there, fails, [], 0

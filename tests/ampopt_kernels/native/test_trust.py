@@ -11,12 +11,12 @@ from ampopt_kernels.native.trust import distrusted
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files here have no owner and no mode")
 
 OTHER = 54321
-"""A user that is neither this one nor root."""
+"""The id of a user who is neither this one nor root."""
 
 
 @pytest.fixture
 def file(tmp_path):
-    """A file in two folders of this user, which is trusted."""
+    """A file in two folders of this user; all three are trusted."""
     path = tmp_path / "outer" / "inner" / "file"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -28,7 +28,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def give_away(monkeypatch):
-    """Make a file, folder or link another user's, in what the system tells if not in truth."""
+    """A function that makes ``os.lstat`` report another user as the owner of a path."""
     given, lstat = set(), os.lstat
 
     def owned(path):

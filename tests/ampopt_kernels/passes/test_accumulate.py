@@ -23,11 +23,11 @@ from ampopt_kernels.work import ParamRow, Work
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 sums = st.sampled_from([None, 0.0, -1.5, 3e38, float("inf"), float("nan")])
-"""What is in a sum before; ``None`` if nothing is, and its memory is garbage."""
+"""The value of a sum before the pass; ``None`` for new, uninitialized memory."""
 
 
 def summing(plan: Any, begun: list[float | None]) -> tuple[Work, list[Placed], list[Any]]:
-    """The gradients of ``plan`` beside sums that hold these numbers."""
+    """Rows of the gradients of ``plan`` and of sums with these values."""
     rows, placed, grads = [], [], plan.build().work.grads
     for grad, number in zip(grads, begun, strict=False):
         filled = float("nan") if number is None else number
@@ -57,7 +57,7 @@ def request(scale: float | None, **kwargs: Any) -> Request:
     begun=st.lists(sums, min_size=3, max_size=3),
 )
 def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, begun):
-    """Each sum is rounded once; a flag is of these gradients alone, not of what was before."""
+    """Each sum is rounded once. The flag is for the new gradients, not for the old sum."""
     work, placed, grads = summing(plan, begun)
     around = [p.around() for p in placed]
     external = None if reject is None else torch.tensor(reject)

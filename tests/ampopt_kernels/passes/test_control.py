@@ -16,7 +16,7 @@ from ampopt_kernels.work import Work
 
 POLICY = PolicyConstants(2.0, 0.5, 3.0, 2.0, 2.0, 1.0, 0.0, 2.0**-3, 2.0**5)
 MANY = 1025
-"""Parts: one more than control reduces at a time."""
+"""One flag more than control reduces at a time."""
 
 
 def decide(engine, request, partials) -> Decision:
@@ -32,7 +32,7 @@ def parts(flags=(), squares=None):
 
 @st.composite
 def some_parts(draw, values):
-    """A few parts, or many that are alike but for one, anywhere."""
+    """A few flags, or many equal ones with one exception at any place."""
     if draw(st.booleans()):
         return draw(st.lists(values, max_size=5))
     many = [draw(values)] * MANY
@@ -120,7 +120,7 @@ def test_a_norm_that_is_not_finite_clips_as_torch_does(engine, norm, max_norm):
     drop=st.booleans(),
 )
 def test_the_next_scale_follows_the_schedule(engine, value, growth, budget, flags, shape, drop):
-    """A new scale and new counters by the policy, dropped or not; the old ones stay."""
+    """Scale and counters are new tensors with the values of the policy; the old ones stay."""
     scale, counters = torch.full(shape, value), torch.tensor([growth, budget], dtype=torch.int32)
     before = bits((scale, counters))
     request = Request(scale, POLICY, counters, drop=drop, apply=False)
@@ -141,7 +141,7 @@ def test_the_next_scale_follows_the_schedule(engine, value, growth, budget, flag
 @pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_unusable_scale_is_an_overflow(engine, scale, dtype):
-    """Gradients divided by infinity are finite zeros, so the scale is looked at too."""
+    """Gradients divided by infinity are finite zeros, so the scale is tested, too."""
     request = Request(torch.tensor(scale, dtype=dtype), apply=False)
     decision = decide(engine, request, parts([0.0]))
     assert decision.found_inf > 0
@@ -150,7 +150,7 @@ def test_an_unusable_scale_is_an_overflow(engine, scale, dtype):
 
 @each_engine
 def test_an_unusable_scale_backs_off(engine):
-    """An unusable scale is an overflow for the schedule too."""
+    """For the schedule, too, an unusable scale is an overflow."""
     scale, counters = torch.tensor(math.inf), torch.tensor([1, 1], dtype=torch.int32)
     decision = decide(engine, Request(scale, POLICY, counters, apply=False), parts([0.0]))
     assert decision.found_inf > 0

@@ -30,7 +30,7 @@ def request(scale, **kwargs):
 
 
 def unscaled(built, scale):
-    """The gradients as a rule sees them, by the definition: in the arithmetic dtype."""
+    """The unscaled gradients by definition, in the dtype in which a rule computes."""
     inverse = torch.tensor(1.0 / (scale or 1.0), dtype=torch.float64)
     dtypes = [row.compute_dtype for row in built.rows]
     return [g.to(d) * inverse.to(d) for g, d in zip(built.grads, dtypes, strict=True)]
@@ -78,7 +78,7 @@ def test_one_bad_element_anywhere_is_found(engine, n, dtype):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("n", "place"), [(5, 4), (CHUNK, 0), (CHUNK + 1, CHUNK)])
 def test_gradients_are_tested_after_unscaling(engine, n, place, sign):
-    """A finite float32 whose unscaled value is not one overflows; a float64 one does not."""
+    """In float32 the unscaled value overflows, and in float64 it does not."""
     for dtype, expected in ((torch.float32, True), (torch.float64, False)):
         plan = WorkPlan((RowPlan((n,), dtype, 0, (1.0,), ((place, sign * 1e37),)),))
         partials = ENGINES[engine]().detect(plan.build().work, request(2.0**-10))
@@ -125,7 +125,7 @@ def test_squares_add_up_to_the_norm(engine, write, plan, scale):
 @given(plan=st.one_of(gradient_works(), works()), data=st.data())
 @pytest.mark.parametrize("write", [False, True])
 def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan, data):
-    """Not even what is not finite, which is found all the same."""
+    """Its non-finite elements still set the flag."""
     built, counting = plan.build(), plan.build()
     counted = [data.draw(st.booleans()) for _ in built.rows]
     for row, counts in zip(built.rows, counted, strict=True):

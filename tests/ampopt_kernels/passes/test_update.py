@@ -35,7 +35,7 @@ SGD = (0.5, 0.9, 0.5, 0.25)
 
 
 def scalar_after(rule: Rule | None, before: float) -> float:
-    """Adam counts its steps; SGD remembers that there was one."""
+    """The scalar state after a step: Adam counts steps, and SGD notes the first one."""
     return float(before + 1 if rule is rules.adam else max(before, 1))
 
 
@@ -140,7 +140,7 @@ def test_steps_as_torch_does_in_float64(engine, plan, scale, max_norm, check):
 
 
 def spoil(draw, plan):
-    """The plan with one non-finite gradient element."""
+    """A copy of the plan with one non-finite gradient element."""
     index = draw(st.sampled_from([i for i, row in enumerate(plan.rows) if 0 not in row.shape]))
     row = plan.rows[index]
     bad = draw(spots(torch.Size(row.shape).numel(), st.sampled_from(NOT_FINITE)))
@@ -201,7 +201,7 @@ def test_without_drop_an_overflow_is_applied(engine, data, plan):
 @each_engine
 @given(data=st.data(), dtype=st.sampled_from(DTYPES[:3]))
 def test_edge_values_are_stepped_exactly(engine, data, dtype):
-    """``p - g`` rounds once: -0, subnormals and overflow come out as torch has them."""
+    """``p - g`` is rounded once: -0, subnormal numbers and overflows are those of torch."""
     grad, param = data.draw(edge_numbers(dtype)), data.draw(edge_numbers(dtype))
     row = RowPlan((7,), dtype, 0, grad, param=param, flags=(False,) * 5)
     built = WorkPlan((row,), rules.sgd, ((1.0, 0.0, 0.0, 0.0),)).build()
@@ -217,7 +217,7 @@ def test_edge_values_are_stepped_exactly(engine, data, dtype):
 @each_engine
 @pytest.mark.parametrize("bad", [0, 1])
 def test_devices_skip_together(engine, bad):
-    """An overflow in the rows of one device skips those of the others."""
+    """An overflow on one device skips the rows of all devices."""
     built = []
     for i in range(2):
         spots = ((0, math.inf),) if i == bad else ()
@@ -249,7 +249,7 @@ def test_devices_step_and_clip_together(engine, plan, other, scale):
 
 @each_engine
 def test_many_rows_each_with_its_own_count(engine):
-    """More rows than control advances at a time, in two groups, one without momentum."""
+    """With more rows than control advances at a time, and two groups, one without momentum."""
     rows = tuple(
         RowPlan(
             shape=(1,),
@@ -274,7 +274,7 @@ def test_many_rows_each_with_its_own_count(engine):
 @each_engine
 @given(lr=st.sampled_from([0.5, 0.125]))
 def test_hyperparameters_may_be_tensors(engine, lr):
-    """A learning rate on the device, changed between steps."""
+    """A learning rate on the device changes between steps."""
     row = RowPlan((5,), torch.float32, 0, (1.0,), param=(1.0,), flags=(False,) * 5)
     built = WorkPlan((row,), rules.sgd).build()
     rate = torch.tensor(lr)

@@ -16,7 +16,7 @@ from ampopt_kernels.step import run
 
 
 class NoFloat64(TorchDispatchMode):
-    """Fails where an operation makes a float64 tensor, as Metal does."""
+    """Raises if an operation makes a float64 tensor, as Metal does."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -28,7 +28,7 @@ class NoFloat64(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def metal():
-    """The CPU, taken for a device without float64."""
+    """Treat the CPU as a device without float64."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (eager, step, torch_language):
             patch.setattr(module, "widest", lambda device: torch.float32)

@@ -26,7 +26,7 @@ HYPER = (0.1, 0.0, 0.0, 0.0)
 
 
 def launched(work, request=None):
-    """(kernel, programs, arguments) of every launch of one step."""
+    """Kernel, number of programs, and arguments of each launch of one step."""
     launches = []
     backend = Triton(lambda device, *launch: launches.append(launch))
     run(lambda _: backend, [work], Request() if request is None else request)
@@ -69,7 +69,7 @@ def test_one_more_detect_and_update_for_each_further_kind(plan):
 
 @given(plan=works(max_rows=6))
 def test_every_chunk_once(plan):
-    """The launches of a pass cover each chunk of each row, and no other, each of its own kind."""
+    """The launches of a pass cover each chunk of each row once, and nothing else."""
     work = plan.build().work
     covered = []
     for kernel, programs, arguments in launched(work):
@@ -115,7 +115,7 @@ def test_detect_is_not_launched_without_a_check():
 
 
 def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(monkeypatch):
-    """Otherwise control would have counted the step, and changed the scale."""
+    """Otherwise control would already have counted the step, and changed the scale."""
     others = []
 
     def launch(device, kernel, programs, arguments):
@@ -169,10 +169,10 @@ def test_tables_are_sent_when_an_address_changed():
 
 @pytest.mark.parametrize("in_cpp", [False, True])
 def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in_cpp):
-    """By one call of C++ where that is there, and by ``data_ptr`` of each elsewhere.
+    """One call of C++ reads all addresses; without C++, ``data_ptr`` of each tensor does.
 
-    No list of Python numbers is made a tensor of: for 300 parameters that took longer than all
-    the rest of a step.
+    No tensor is made of a list of Python numbers: for 300 parameters that took longer than the rest
+    of the step.
     """
     if in_cpp:
         need_object_loops()
@@ -196,7 +196,7 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
 
 
 def test_a_steady_step_runs_no_operation_besides_its_launches():
-    """But for those that make tensors for what it decides, each a microsecond of the host."""
+    """Except those that make tensors for its results, which take about a microsecond each."""
     work = WorkPlan((row(),) * 5, rules.adam, ((0.1, 0.9, 0.99, 1e-8, 0.0),)).build().work
     scale, counters = torch.ones(()), torch.zeros(2, dtype=torch.int32)
     policy = PolicyConstants(*[1.0] * len(PolicyConstants._fields))
@@ -216,7 +216,7 @@ def test_a_steady_step_runs_no_operation_besides_its_launches():
 
 
 def test_masters_are_read_as_many_elements_at_a_time():
-    """16 bytes of float32 and 8 of float16, so that no thread needs another's elements."""
+    """A thread reads 16 bytes of float32 and 8 bytes of float16: the same elements of both."""
     half = row(dtype=torch.float16, master=True)
     arguments = launched(WorkPlan((half,), rules.sgd, (HYPER,)).build().work)[-1][2]
     assert arguments["ALIGNS"] == (8, 16, 8)
@@ -224,7 +224,7 @@ def test_masters_are_read_as_many_elements_at_a_time():
 
 
 def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
-    """There a step asks for hundreds of addresses at once."""
+    """A step that launches kernels reads hundreds of addresses at a time."""
     wanted = []
     monkeypatch.setattr(objects.loops, "want", lambda: wanted.append(True))
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be importe
 
 
 def operations(rule, flags, n_hyper):
-    """Of each function of the rule, the operations that Triton rounds otherwise than torch."""
+    """For each function of a rule, the operations that Triton and torch round differently."""
     from triton.compiler import ASTSource
 
     make_ir, codes = ASTSource.make_ir, {}
@@ -32,9 +32,9 @@ def operations(rule, flags, n_hyper):
 
 @pytest.mark.parametrize("name", rules.__all__)
 def test_built_in_rules_compile_to_no_approximate_operation_in_float32(name):
-    """All of them compile: only rules of authors are checked before their first step.
+    """All of them compile; only authors' rules are checked before their first step.
 
-    ``scalars`` are float64, in which Triton's own divisions and square roots are exact.
+    ``scalars`` are float64, for which Triton's divisions and square roots are exact.
     """
     rule = getattr(rules, name)
     for on in (False, True):
@@ -79,7 +79,7 @@ def test_a_function_of_another_module_that_is_called_sqrt_stays():
 
 
 def test_compiled_code_is_kept_apart_from_that_of_an_older_version():
-    """Triton's cache on disk goes by this key, and the source text does not change."""
+    """Triton's cache on disk uses this key, and the source text is the same in both versions."""
     from triton.runtime.jit import JITFunction
 
     from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded

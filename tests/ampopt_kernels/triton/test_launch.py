@@ -17,7 +17,7 @@ PASSES = ["detect_kernel", "control_kernel", "update_kernel"]
 
 @pytest.fixture(scope="module")
 def stepped(with_torch):
-    """What launches were given in three steps, and what a profiler's hook saw of them."""
+    """The arguments of the launches in three steps, and what a profiler's hook recorded."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment = {**kept, "PYTHONPATH": python_path()}
     done = with_torch.run("-m", "support.recorded_launches", environment=environment)
@@ -27,7 +27,7 @@ def stepped(with_torch):
 
 
 def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
-    """Compiled and loaded then, which no capture allows. What was launched before is launched."""
+    """A first launch compiles and loads the kernel, which is not allowed in a capture."""
     from ampopt_kernels.triton.launch import launch_compiled
 
     class Kernel:
@@ -58,7 +58,7 @@ def test_every_launch_is_given_what_was_asked(stepped):
 
 
 def test_what_was_compiled_is_launched_by_addresses(stepped):
-    """A second step of other sizes; in the third, a scale of another dtype is compiled for."""
+    """The second step has other sizes. The third has a scale of another dtype, and compiles."""
     launches, _ = stepped
     assert [launch["by_address"] for launch in launches] == [False] * 3 + [True] * 3 + [
         False,

@@ -22,7 +22,7 @@ SHAPES = st.tuples(st.integers(1, 2), LENGTHS, LENGTHS).filter(lambda s: s[0] * 
 
 
 def matrix(shape, dtype, shift):
-    """A row of Adafactor's, and its gradient, of whole numbers, whose sums are exact."""
+    """A row of Adafactor and its gradient, of whole numbers, so that sums are exact."""
     n = torch.Size(shape).numel()
     whole = (torch.arange(n + shift) * 7 % 11 - 5).to(dtype)[shift:].view(shape)
     parts = rules.adafactor.row_column_states_for(MATRIX)
@@ -68,7 +68,7 @@ def adafactor(shapes):
 
 
 def operations_of(optimizer):
-    """Those of a third step, when nothing is sent any more."""
+    """The operations of a third step, which sends no tables."""
     for _ in range(2):
         optimizer.unscale_and_step(grads_scaled_by=2.0)
     return counted(lambda: optimizer.unscale_and_step(grads_scaled_by=2.0))
@@ -88,7 +88,7 @@ def test_a_step_of_adafactor_runs_as_many_operations_for_any_number_of_matrices(
 
 
 def test_each_stack_gets_the_numbers_of_its_own_rows():
-    """A vector between matrices, or a matrix of another shape, must not shift these numbers."""
+    """A vector, or a matrix of another shape, lies between the matrices of a stack."""
     torch.manual_seed(0)
     shapes = [(4, 6), (5,), (3, 2), (4, 6), (3, 2)]
     given = [torch.randn(shape) for shape in shapes]
