@@ -275,7 +275,7 @@ class Agreement:
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the all-reduce by which {len(self._ranks)} ranks decide together has failed: "
+                f"the all-reduce of the overflow flag over {len(self._ranks)} ranks has failed: "
                 f"{error}. If it timed out, some rank did not make the same call: every rank has "
                 'to make every call of unscale, unscale_and_step, accumulate(drop="micro_batch") '
                 "and a scaler's step, with gradients or without. grads_scaled_by=None without "

@@ -43,7 +43,7 @@ class StrategyAttribute:
         return self._make(optimizer, **self._facts)
 
     def __get__(self, optimizer: Any, cls: Any) -> Any:
-        """The strategy of ``optimizer``; of the class, this descriptor."""
+        """Return the strategy of ``optimizer``, or this descriptor if a class is asked."""
         if optimizer is None:
             return self
         stepping = vars(optimizer).get("_ampopt")

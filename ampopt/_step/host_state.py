@@ -268,7 +268,7 @@ class HostState:
                 self._add(value, f"{what}.{name}")
 
     def _find_slots(self, owner: Any, slots: list[str], what: str) -> None:
-        """Keep the ``__slots__`` of ``owner``, and visit their values later."""
+        """Record the ``__slots__`` of ``owner``, whose values are visited later."""
 
         def read() -> dict[str, Any]:
             return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}

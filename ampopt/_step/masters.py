@@ -217,7 +217,8 @@ class Masters(RefersToOptimizer):
         """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.
 
         Steps still read the gradients of the masters, so an edit of ``p.grad`` raises at the step.
-        Not an edit of a ``DTensor`` by torch's foreach operations, which no version counter counts.
+        An edit of a ``DTensor`` by torch's foreach operations does not raise: torch advances no
+        version counter then.
         """
         if not self.unscaled:
             return

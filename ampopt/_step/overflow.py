@@ -47,7 +47,7 @@ def check_and_unscale(
         request: the scale and what else to check; nothing is stepped.
         write: whether to unscale the gradients in place.
         uploads: the constants cached on each device by earlier calls.
-        process_group: the ranks that decide together; see :func:`ampopt._step.ranks.agreement`.
+        process_group: the ranks that all-reduce the flag; see :func:`ampopt._step.ranks.agreement`.
 
     Returns:
         The decision; ``None`` if there are no gradients.

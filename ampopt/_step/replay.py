@@ -143,7 +143,7 @@ class Replay:
             self._set_rng_state(self._rng_before)
 
     def _error(self, reason: Any, what: str) -> NonFiniteGradientError:
-        """The error to raise, with the names of what is not finite."""
+        """The error to raise; its message names the parameters with non-finite gradients."""
         names = list(self._offenders())
         where = f"; not finite: {', '.join(names)}" if names else ""
         first = found_now()

@@ -48,7 +48,7 @@ KEYS = "rounding_key"
 _least = 1 << 13  # elements of the smallest parameter whose states are kept in fewer bits
 
 CODES = (torch.int8, torch.uint8)
-"""Dtypes of codes that have scales."""
+"""The dtypes of codes whose blocks have scales."""
 
 _PARAMS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,7 +93,7 @@ def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[s
 
 
 def restore_names(state: dict[str, Any], parts: Iterable[State] = ()) -> None:
-    """Undo :func:`with_saved_names`: for ``parts``, and the master, in place."""
+    """Undo :func:`with_saved_names` in place, for the states ``parts`` and the master."""
     for name in (MASTER, *(part.name for part in parts)):
         if (codes := state.pop(codes_key(name), None)) is not None:
             state[name] = codes

@@ -37,7 +37,7 @@ def peers(lr: float) -> dict[str, Callable[[Sequence[Tensor]], Any]]:
 
 
 class _Uncompiled:
-    """An optimizer whose compiled step runs uncompiled, with the same mathematics."""
+    """An optimizer of torchao whose step, normally compiled, runs uncompiled."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap ``optimizer``."""

@@ -32,7 +32,7 @@ class Record:
         optimizer: the optimizer or wrapper that was passed first.
         groups: its ``param_groups``. A wrapper has the same list object as its optimizer.
         scale: the scale by which its gradients are multiplied, on its device.
-        process_group: the ranks that decide together about its steps.
+        process_group: the ranks that all-reduce the overflow flag of its steps.
         stage: torch's ``OptState``: ready, unscaled or stepped.
         found_inf: a tensor, more than 0 after an overflow; ``None`` until gradients were checked.
         next_scale: the next scale, computed from ``scale``; ``scale`` itself without gradients.

@@ -86,7 +86,7 @@ class GradScaler(scheduled.ScheduledScaler):
             growth_interval: the number of consecutive finite steps after which the scale grows.
             enabled: ``False`` makes ``step`` call ``optimizer.step()``, and the rest do nothing.
             loss_scale: the first loss scale, with any schedule, instead of the four above.
-            process_group: the ranks that decide together whether to skip, for every optimizer that
+            process_group: the ranks that all-reduce the overflow flag, for every optimizer that
                 has no process group of its own; see :class:`ampopt.Optimizer`. Can be set later as
                 ``scaler.process_group``.
 

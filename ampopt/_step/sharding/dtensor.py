@@ -50,7 +50,7 @@ def local_of_each(tensors: list[Any]) -> list[Any]:
 
 
 _THERE = {Tensor, torch.nn.Parameter, type(None)}
-"""Types of local tensors that are not the result of an asynchronous collective."""
+"""Types of local tensors whose values have arrived: no collective still writes them."""
 
 
 def placements(tensors: list[Any]) -> list[Any]:

@@ -58,7 +58,7 @@ def paddle(system):
 
 GUIDES = {
     "paddle": (
-        "Going on from a checkpoint of Paddle's",
+        "Resuming from a checkpoint of Paddle's",
         SYSTEMS["paddle"],
         lambda scale_of, system: scale_of(paddle(system)),
     ),
