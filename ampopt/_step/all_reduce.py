@@ -289,7 +289,7 @@ class Agreement:
 
 
 _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
-"""By process group, since an :class:`Agreement` is remade whenever parameters change."""
+"""The comparison of each process group: it outlives an :class:`Agreement`, which is often remade."""
 
 
 def _digest(params: Iterable[Any]) -> int:

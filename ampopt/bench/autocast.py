@@ -54,7 +54,7 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _contexts(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """By name, a function that makes each context to compare."""
+    """The contexts to compare: for each name, a function that makes one."""
     half = torch.bfloat16
     return {
         "none": contextlib.nullcontext,

@@ -93,7 +93,7 @@ class StepMonitor(TrainerCallback, ExportableState):  # pyright: ignore[reportGe
         self._record: StepRecord | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the ``Trainer`` saves. Synchronizes."""
+        """The state that the ``Trainer`` saves. Synchronizes."""
         if self._record is not None:
             self.saved = json.dumps(self._record.state_dict())  # compact, in an indented file
         return {"args": {}, "attributes": {"saved": self.saved}}

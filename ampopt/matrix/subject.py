@@ -17,7 +17,7 @@ __all__ = ["LR", "OVERFLOWS", "Subject", "whole"]
 LR = 0.125
 
 OVERFLOWS = {torch.float16: 2.0**30}
-"""By dtype, a scale that makes gradients overflow; ``2**127`` for all other dtypes."""
+"""For some dtypes, a scale that makes gradients overflow; ``2**127`` does for all others."""
 
 
 class Subject:

@@ -84,7 +84,7 @@ class NonFiniteOutput:
 
     @property
     def advice(self) -> str:
-        """Where to search next, in sentences."""
+        """Sentences that say where to search next."""
         if self.direction == "backward":
             return (
                 "Its incoming gradient was finite: a smaller loss scale may help."

@@ -56,7 +56,7 @@ class Changes(Windows):
         on_device: bool,
         kind: str,
     ) -> None:
-        """Start a training with a loss scale of 2; save a checkpoint if ``Claims`` has checkpoints."""
+        """Start a training with a scale of 2, and save a checkpoint if checkpoints are claimed."""
         super().begin_with(make, beside, params, on_device)
         self.use_scale(kind, 2.0)
         if self.claims.checkpoints:

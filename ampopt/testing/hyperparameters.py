@@ -25,7 +25,7 @@ _BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "rho": _BELOW_ONE,
     "weight_decay": st.sampled_from([0.0, 0.25]) | st.floats(0.0, 1.0),
 }
-"""By the name of a hyperparameter, its range, unless :data:`_OF_EACH` has another."""
+"""The range of each hyperparameter, unless :data:`_OF_EACH` has another for an optimizer."""
 
 _HOW_STEPS_RUN = {*DEFAULTS, "capturable", "differentiable", "foreach", "fused"}
 """Options that are no hyperparameters: they keep their defaults."""
@@ -65,7 +65,7 @@ _OF_EACH: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "Sophia": {"rho": st.floats(0.01, 1.0), "bs": st.integers(1, 64)},
 }
-"""By optimizer, the ranges of its other hyperparameters, and of those with a range of their own."""
+"""For each optimizer, ranges of hyperparameters that :data:`_BY_NAME` lacks or has otherwise."""
 
 
 def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, Any]]:

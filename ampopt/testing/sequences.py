@@ -124,7 +124,7 @@ class CallSequence(NamedTuple):
         return self._replace(contract=type(contract.__name__, (contract,), claims))
 
     def in_single_precision(self, *, of: Callable[[type[Sequences]], Any]) -> "CallSequence":
-        """The sequence for float32 parameters, if theirs is one of those that ``of`` returns."""
+        """The sequence with float32 parameters, if ``of`` returns the dtype of its parameters."""
         begin, *others = self.called
         if begin.drawn["dtype"] not in of(self.contract):
             return self

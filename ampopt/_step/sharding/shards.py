@@ -183,7 +183,7 @@ class ShardedMatrix:
         return made
 
     def put(self, part: State, sums: Tensor, into: Tensor) -> None:
-        """Write ``sums`` of the local shard to their places in ``into``, a flat tensor for the whole."""
+        """Write the local ``sums`` to their places in ``into``, which is flat, for the whole."""
         whole_of = into.view(part.beside(self.shape))
         for here, whole in self._boxes(part):
             whole_of[whole] = sums[here]

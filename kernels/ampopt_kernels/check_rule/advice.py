@@ -52,7 +52,7 @@ _FORMULAS = {
     "zeros_like": "x * 0",
     "zip": "for i in tl.static_range(len(state)), with state[i]",
 }
-"""By the name of a function that rules lack, an expression with the same result."""
+"""For functions that rules lack, an expression with the same result."""
 
 _SUMS = ("all", "any", "argmax", "dot", "mean", "norm", "numel", "size", "std", "sum", "var")
 

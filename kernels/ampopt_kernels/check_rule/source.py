@@ -110,7 +110,7 @@ def raised_at(error: BaseException) -> tuple[str, str]:
 
 
 def _position(node: Any) -> tuple[int | None, ...]:
-    """Where a node begins and ends in the source."""
+    """The positions in the source at which a node begins and ends."""
     names = ("lineno", "col_offset", "end_lineno", "end_col_offset")
     return tuple(getattr(node, name, None) for name in names)
 
