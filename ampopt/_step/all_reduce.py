@@ -289,7 +289,7 @@ class Agreement:
 
 
 _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
-"""The comparison of each process group: it outlives an :class:`Agreement`, which is often remade."""
+"""The comparison of each process group. It outlives an :class:`Agreement`."""
 
 
 def _digest(params: Iterable[Any]) -> int:

@@ -114,7 +114,7 @@ class Replay:
         )
 
     def _evaluated(self) -> tuple[Any, bool, bool, Verdict]:
-        """Evaluate once.
+        """Evaluate the closure once.
 
         Returns:
             The loss, whether it is finite on this rank, whether on all ranks, and the verdict.
