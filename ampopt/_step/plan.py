@@ -49,8 +49,7 @@ class Plan:
 
     Attributes:
         works: the rows of each device; empty if no parameter has ever had a gradient.
-        present: for each row, whether its parameter has a gradient in this step; ``None`` if every
-            one has.
+        present: as :attr:`Work.present`, for the rows of all devices.
         reusable: whether a later step may use the plan; False if it works on copies of tensors.
         kept: the rows that the next plan may use, unless something changes; see
             :meth:`unchanged_rows`.
@@ -119,7 +118,9 @@ class Plan:
         self._writes_gradients = rule_rows.gradients_are_written()
         self.reusable = not rule_rows.copies and not any(p.is_complex() for p in self._params)
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
-        self._set_gradients(rule_rows.grads, sum(grad is None for grad in rule_rows.grads))
+        self._set_gradients(
+            rule_rows.grads, bytearray(grad is not None for grad in rule_rows.grads)
+        )
 
     def revalidate(self, optimizer: Any, rule: Rule) -> bool:
         """Update gradients and hyperparameters for this step, if nothing else has changed.
@@ -161,27 +162,24 @@ class Plan:
         of_groups = self._group_guard.reason(optimizer.param_groups)
         return of_groups or self._tensor_guard.reason(optimizer)
 
-    def _set_gradients(self, grads: list[Any], missing: int) -> None:
-        """Set the gradients of this step: one for each row, or ``None``.
+    def _set_gradients(self, grads: list[Any], present: bytearray) -> None:
+        """Set the gradients of this step.
 
         Args:
-            grads: the gradients.
-            missing: how many are ``None``.
+            grads: the gradient of each row, or ``None``.
+            present: for each row, whether it has a gradient.
         """
-        self._works_now, self._params_now, present = self.works, self._params, None
-        if missing:
-            present = [grad is not None for grad in grads]
-            self._params_now = list(compress(self._params, present))
-        self.present = present
+        self._works_now, self._params_now, self.present = self.works, self._params, None
+        if 0 in present:
+            self._params_now, self.present = list(compress(self._params, present)), present
         hyper = self._group_guard.hyper
         for work, places in zip(self.works, self._places, strict=True):
             if len(places) == len(grads):
-                work.refresh(grads, hyper, present)
+                work.refresh(grads, hyper, self.present)
                 continue
-            of_work = None if present is None else [present[i] for i in places]
-            of_work = None if of_work is None or all(of_work) else of_work
-            work.refresh([grads[i] for i in places], hyper, of_work)
-        if present is not None:  # as works_of orders the works of these rows
+            of_work = bytearray(present[i] for i in places)
+            work.refresh([grads[i] for i in places], hyper, of_work if 0 in of_work else None)
+        if self.present is not None:  # as works_of orders the works of these rows
             first = {
                 next((i for i in places if present[i]), len(grads)): work
                 for work, places in zip(self.works, self._places, strict=True)
@@ -379,11 +377,11 @@ class TensorGuard:
         grads = list(map(_grad_of, self._stepped))
         self._placements = dtensor.placements(grads) if self._dtensors else []
 
-    def gradients(self, optimizer: Any) -> tuple[list[Tensor | None], int] | None:
+    def gradients(self, optimizer: Any) -> tuple[list[Tensor | None], bytearray] | None:
         """The gradients of this step, as kernels read them; ``None`` if anything else changed.
 
         Returns:
-            For each row its gradient, or ``None`` without one; and how many rows have none.
+            For each row its gradient, or ``None`` without one; and whether it has one.
         """
         for param in self._unplanned:
             if param.grad is not None:
@@ -396,7 +394,7 @@ class TensorGuard:
             and optimizer.process_group is self._process_group
             and self._identities.unchanged()
             and addresses(held) == self._addresses
-            and self._params_laid_out.missing(params) == 0
+            and self._params_laid_out.present(params) is not None
         ):
             return None
         grads: list[Any] = list(map(_grad_of, self._stepped))
@@ -411,8 +409,8 @@ class TensorGuard:
                     grads[place] = self._masters.unscaled_gradient(self._stepped[place])
         if self._dtensors:
             grads = dtensor.local_of_each(grads)
-        missing = self._grads_laid_out.missing(grads)
-        return None if missing is None else (grads, missing)
+        present = self._grads_laid_out.present(grads)
+        return None if present is None else (grads, present)
 
     # --- what the next plan may use ---------------------------------------------------------------
 
@@ -424,7 +422,7 @@ class TensorGuard:
         if not (
             optimizer.state is self._state
             and addresses(held) == self._addresses
-            and self._held_laid_out.missing(held) == 0
+            and self._held_laid_out.present(held) is not None
             and dtensor.placements(self._params) == self._params_placed
         ):
             return set()
@@ -467,7 +465,7 @@ class TensorGuard:
             states = (s for s in self._state.values() if isinstance(s, dict))
             state = next(s for s in states if any(value is tensor for value in s.values()))
             return f"a state of {self._owner_of(state, groups)} was moved to other memory"
-        if self._params_laid_out.missing(params) != 0:
+        if self._params_laid_out.present(params) is None:
             return "a parameter has another shape, dtype or layout"
         return "a gradient has another dtype or layout"
 

@@ -136,8 +136,8 @@ class Work:
         rows: one for each parameter, in any order. A row may have no elements.
         grads: the gradient of each row, with the strides of its ``param``, or ``None`` for a row
             that :attr:`present` omits; empty between steps.
-        present: for each row, whether its parameter has a gradient in this step; ``None`` if every
-            one has. A step does not change the tensors of the other rows.
+        present: for each row 1 if its parameter has a gradient in this step, else 0;
+            ``None`` if every one has. A step does not change the tensors of the other rows.
         rule: the update rule; ``None`` if gradients are only read or accumulated.
         hyper: for each param group, the numbers that ``rule.hyper_values`` returns.
         uploads: constants that are on the device already, kept from step to step.
@@ -155,7 +155,7 @@ class Work:
     uploads: Uploads = field(default_factory=Uploads)
     backend_rows: Any = None
     grads_version: int = field(default=0, init=False)
-    present: list[bool] | None = field(default=None, init=False)
+    present: bytearray | None = field(default=None, init=False)
 
     def present_rows(self) -> Iterator[tuple[int, ParamRow, Tensor]]:
         """Yield index, row and gradient of each row that has a gradient in this step."""
@@ -170,7 +170,7 @@ class Work:
 
     def is_present(self, index: int) -> bool:
         """Return whether the row of this index has a gradient in this step."""
-        return self.present is None or self.present[index]
+        return self.present is None or bool(self.present[index])
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
@@ -202,7 +202,7 @@ class Work:
         self,
         grads: list[Any],
         hyper: Sequence[Sequence[float | Tensor]],
-        present: list[bool] | None = None,
+        present: bytearray | None = None,
     ) -> None:
         """Replace gradients and hyperparameters.
 

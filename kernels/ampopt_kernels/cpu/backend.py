@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.blocks import Bundles
-from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
+from ampopt_kernels.cpu.bundles import Bundle, Slices
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.cpu.watch import found_in
@@ -23,12 +23,25 @@ from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.row_column_states import LineSums, advance
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import Work
+from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["Cpu", "CpuBackend", "LargeRow", "sums_are_finite"]
 
-LargeRow = tuple[Bundle, BundleSlice, Sequence[Tensor]]
-"""A bundle of a single row, the slice that is all of it, and the tensors of its functions."""
+
+class LargeRow(NamedTuple):
+    """A bundle of a single row.
+
+    Attributes:
+        bundle: the bundle.
+        h: its numbers.
+        tensors: the tensors of its functions.
+        rows: the row, if ``update`` computes random numbers; else empty.
+    """
+
+    bundle: Bundle
+    h: Sequence[float]
+    tensors: Sequence[Tensor]
+    rows: Sequence[ParamRow]
 
 
 class CpuBackend(Backend):
@@ -139,10 +152,10 @@ class CpuBackend(Backend):
             ):  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
-                h = block.before_reduce(rule, work.hyper, (inverse, clip))
+                numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
                 tensors = (grad, bundle.param, *bundle.states)
-                rows = bundle.each(h)
-                found[bundle.among[0]] = bundle.functions["averages"](rows, tensors)
+                slices = bundle.slices(numbers)
+                found[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
         return found
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -155,23 +168,26 @@ class CpuBackend(Backend):
         if skip > 0:
             return sums
         order, found = [], []
-        last, h = None, ()
+        last: Any = None
+        numbers: Any = None
         for block, bundle in work.backend_rows.bundles:
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
-                last, h = block, block.before_reduce(rule, work.hyper, (inverse, clip))
+                last, coefficients = block, (inverse, clip)
+                numbers = block.before_reduce(rule, work.hyper, coefficients, work.present)
             bundle.load()
             tensors = (grad, bundle.param, *bundle.inputs)
-            rows = bundle.each(h)
+            slices = bundle.slices(numbers)
             if bundle.row_column_states:
                 of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
-                    of_lines = bundle.functions["averages"](rows, tensors)
-                stepped = [bundle.row_column_states[i] for i in bundle.present]
-                advance(rule, stepped, bundle.flags, of_lines, [row.h for row in rows])
-            order += [bundle.among[i] for i in bundle.present]
-            found.append(bundle.functions["reduce"](rows, tensors))
+                    of_lines = bundle.functions["averages"](slices, tensors)
+                stepped = [bundle.row_column_states[i] for i in slices.present]
+                h = [part.h for part in slices.each()]
+                advance(rule, stepped, bundle.flags, of_lines, h)
+            order += [bundle.among[i] for i in slices.present]
+            found.append(bundle.functions["reduce"](slices, tensors))
         if found:
             sums[order] = torch.cat(found)  # one indexing takes as long as that of one bundle
         return sums
@@ -182,27 +198,25 @@ class CpuBackend(Backend):
         rule = work.rule
         assert rule is not None
         last: Any = None
-        h: Any = None
+        numbers: Any = None
+        h: list[list[float]] = []
         large: list[LargeRow] = []
         for block, bundle in () if skip > 0 else work.backend_rows.updated:
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
-                last, results = block, work.backend_rows.scalar_results
-                coefficients, sums = (inverse, clip), decision.sums
-                h = block.advance(rule, work.hyper, coefficients, results, sums, work.present)
-            bundle.load()
+                last, coefficients = block, (inverse, clip)
+                numbers = block.advance(rule, work.hyper, coefficients, decision.sums, work.present)
+                h = []
             tensors = (grad, bundle.param, *bundle.rest)
-            if bundle.rows[0].keys is not None or rule.draws:
-                parts = bundle.each_with_places(h)
-            elif isinstance(h, list) or bundle.row_column_states or work.present is not None:
-                parts = bundle.alike(h)
-            else:
-                parts = [BundleSlice(0, grad.numel(), h)]
+            rows = bundle.rows if rule.draws or bundle.rows[0].keys is not None else ()
             if bundle.copies is None:
-                large.append((bundle, parts[0], tensors))
+                h = h or numbers.of_each(len(block.rows))
+                own = h[bundle.among[0] - block.start]
+                large.append(LargeRow(bundle, own, tensors, rows))
                 continue
-            bundle.functions["update"](parts, tensors)
+            bundle.load()
+            bundle.functions["update"](bundle.slices(numbers, rows), tensors)
             bundle.store()
         if large:
             self._update_large(large)
@@ -211,8 +225,9 @@ class CpuBackend(Backend):
 
     def _update_large(self, large: list[LargeRow]) -> None:
         """Update parameters that are not bundled with others."""
-        for bundle, whole, tensors in large:
-            bundle.functions["update"]([whole], tensors)
+        for bundle, h, tensors, rows in large:
+            slices = Slices.of_one(tensors[0].numel(), h, rows)
+            bundle.functions["update"](slices, tensors)
 
 
 class Cpu(CpuBackend):

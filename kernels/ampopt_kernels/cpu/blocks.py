@@ -2,22 +2,20 @@
 
 The scalar states of the rows of a block, such as their step counts, are adjacent in memory, or are
 copied to scratch and back. Step counts differ only where some step had no gradient for some row.
-``Rule.scalars`` runs once for rows with equal counts, on Python numbers, and its results are kept
-from step to step.
+``Rule.scalars`` runs once for rows with equal counts, on Python numbers; where counts differ, its
+results are kept from step to step.
 """
 
-import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
-from operator import not_
-from typing import Any, NamedTuple, cast
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Bundle, Copies, as_one
+from ampopt_kernels.cpu.bundles import Bundle, Copies, Numbers, as_one
 from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.sums import Sums
@@ -25,44 +23,118 @@ from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["Block", "Bundles"]
 
-MOST_RESULTS = 1 << 12
-"""Results of ``Rule.scalars`` that are kept for a param group."""
-FEW_RESULTS = 1 << 6
-"""Results for which Python numbers take less time than tensors."""
-
-Numbers = array | list[array]
-"""The numbers that a function of a rule takes, in float64: for all rows of a block, or for each."""
-
-
-class _Result(NamedTuple):
-    """A result of ``Rule.scalars``.
-
-    Attributes:
-        scalars: the new scalar states.
-        h: the numbers that ``Rule.update`` takes.
-    """
-
-    scalars: tuple[float, ...]
-    h: array
+MOST_STAGES = 1 << 12
+"""Stages that are kept for a block, in addition to one for each row."""
+FEW_STAGES = 1 << 6
+"""Stages for which Python numbers take less time than tensors."""
+AHEAD = 8
+"""Steps for which ``Rule.scalars`` runs at a time, where hyperparameters do not change."""
+_FORMATS = {torch.float32: "f", torch.float64: "d"}  # of ``array``, for scalar states
 
 
-@dataclass
-class KnownResults:
-    """Results of ``Rule.scalars`` for the rows of a param group.
+class Stages:
+    """The scalar states of rows whose step counts differ, and the results of ``Rule.scalars``.
+
+    A *stage* is a tuple of scalar states that rows have, or had in an earlier step. A step moves
+    rows from one stage to the next. ``Rule.scalars`` runs once for each stage; what is done for
+    each row are a few torch operations.
 
     Attributes:
-        hyper: the float64 bits of the hyperparameters. So -0.0 and 0.0 differ, and NaN equals
-            itself.
-        by_scalars: the results by the bits of the scalar states: bytes where all rows have the
-            same, else integers.
+        of_rows: the index of the stage of each row, int64.
     """
 
-    hyper: bytes
-    by_scalars: dict[Any, _Result] = field(default_factory=dict)
+    def __init__(
+        self,
+        rule: Rule,
+        flags: tuple[bool, ...],
+        hyper: tuple[float, ...],
+        scalars: Sequence[Tensor | None],
+    ) -> None:
+        """Find the stages of the rows.
 
-    def differs(self, hyper: array) -> bool:
-        """Return whether no result is for ``hyper``, or there are too many to keep."""
-        return self.hyper != hyper.tobytes() or len(self.by_scalars) > MOST_RESULTS
+        Args:
+            rule: the update rule.
+            flags: its flags.
+            hyper: its hyperparameters.
+            scalars: for each scalar state, its values, of shape (rows,), which a step overwrites;
+                ``None`` where the flags omit it.
+        """
+        self._rule, self._flags, self._hyper, self._scalars = rule, flags, hyper, scalars
+        self._stored = [None if s is None else s.clone() for s in scalars]
+        self._formats = [None if s is None else _FORMATS[s.dtype] for s in scalars]
+        self._runs = 1  # as hyperparameters may change in every step
+        self._width = 2 + rule.width(len(hyper))
+        # Of each stage: its scalar states, the index of the next one, and the numbers of update.
+        self._values, self._next, self._table = array("d"), array("q"), array("d")
+        self._indices: dict[bytes, int] = {}
+        columns = [None if s is None else s.to(torch.float64) for s in scalars]
+        distinct, examples = _distinct([c.view(torch.int64) for c in columns if c is not None])
+        none = [0.0] * len(examples)
+        found = (none if c is None else c[examples].tolist() for c in columns)
+        indices = list(map(self._index_of, zip(*found, strict=True)))
+        self.of_rows = torch.tensor(indices, device="cpu")[distinct]
+
+    def fit(self, hyper: tuple[float, ...]) -> bool:
+        """Return whether rows are where the last step left them, and results are for ``hyper``."""
+        pairs = zip(self._stored, self._scalars, strict=True)
+        return (
+            array("d", self._hyper).tobytes() == array("d", hyper).tobytes()  # tells -0.0 from 0.0
+            and len(self._next) <= MOST_STAGES + len(self.of_rows)
+            and all(old is None or s is None or torch.equal(old, s) for old, s in pairs)
+        )
+
+    def advance(self, coefficients: tuple[float, ...], mask: Tensor | None) -> Numbers:
+        """Move the rows in ``mask`` to their next stages, and store their scalar states.
+
+        Returns:
+            ``coefficients`` and the ``h`` of ``update`` for every row, until the next call.
+        """
+        before = self.of_rows
+        after = torch.frombuffer(self._next, dtype=torch.int64)[before]
+        if after.min().item() < 0:
+            stages = set(before[after < 0].tolist())
+            for _ in range(self._runs):
+                self._run(sorted(stages))
+                stages = {self._next[i] for i in stages if self._next[self._next[i]] < 0}
+            after = torch.frombuffer(self._next, dtype=torch.int64)[before]
+        self._runs = AHEAD
+        self.of_rows = after if mask is None else torch.where(mask, after, before)
+        values = torch.frombuffer(self._values, dtype=torch.float64).view(-1, len(self._stored))
+        for i, new in enumerate(values[self.of_rows].unbind(1)):
+            if (stored := self._scalars[i]) is not None:
+                stored.copy_(new)
+                self._stored[i] = stored.clone()
+        for i, coefficient in enumerate(coefficients):
+            self._table[i :: self._width] = array("d", (coefficient,)) * len(self._next)
+        table = torch.frombuffer(self._table, dtype=torch.float64).view(-1, self._width)
+        return Numbers(table, before)
+
+    def _run(self, stages: list[int]) -> None:
+        """Run ``Rule.scalars`` for ``stages``, whose next ones become known."""
+        n, width = len(self._stored), self._width
+        old = [tuple(self._values[n * i : n * (i + 1)]) for i in stages]
+        if len(stages) <= FEW_STAGES:
+            scalars, given = self._rule.scalars_on_numbers, (self._hyper, self._flags)
+            results: Any = (scalars(s, *given) for s in old)
+        else:
+            given = _wide(self._hyper), self._flags
+            columns = self._rule.host_scalars(_wide(zip(*old, strict=True)), *given)
+            results = zip(*(_rows(x, len(stages)) for x in columns), strict=True)
+        for i, (new_s, h) in zip(stages, results, strict=True):
+            self._next[i] = self._index_of(new_s)
+            self._table[width * i + 2 : width * (i + 1)] = array("d", map(float, h))
+
+    def _index_of(self, scalars: Sequence[float]) -> int:
+        """Return the index of the stage that has ``scalars`` once they are stored."""
+        stored = zip(self._formats, scalars, strict=True)
+        stage = array("d", [array(format, (x,))[0] if format else 0.0 for format, x in stored])
+        # As bits, -0.0 and 0.0 differ, and NaN equals itself.
+        index = self._indices.setdefault(stage.tobytes(), len(self._next))
+        if index == len(self._next):
+            self._next.append(-1)
+            self._values.extend(stage)
+            self._table.extend([0.0] * self._width)
+        return index
 
 
 @dataclass
@@ -77,6 +149,7 @@ class Block:
             omit it.
         scattered: copies scalar states that are not adjacent in memory to scratch and back.
         bundles: the bundles that the rows are divided into.
+        stages: those of the rows, where their step counts differ.
     """
 
     group: int
@@ -85,6 +158,7 @@ class Block:
     scalars: list[Tensor | None] = field(default_factory=list)
     scattered: list[Copies] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
+    stages: Stages | None = None
 
     @staticmethod
     def of(rows: list[ParamRow], start: int) -> "Block":
@@ -106,22 +180,26 @@ class Block:
         )
 
     def before_reduce(
-        self, rule: Rule, hyper: Sequence[Sequence[Any]], coefficients: tuple[float, ...]
+        self,
+        rule: Rule,
+        hyper: Sequence[Sequence[Any]],
+        coefficients: tuple[float, ...],
+        present: bytearray | None,
     ) -> Numbers:
         """Return ``coefficients`` and the ``h`` of ``Rule.reduce``, as :meth:`advance` does."""
         for scalars in self.scattered:
             scalars.load()
         _, h = rule.host_before_reduce(*self._scalars_and_hyper(hyper))
-        return self._of_rows(coefficients, h)
+        numbers = self._numbers((*coefficients, *h))
+        return numbers if present is None else numbers.of_present(self._mask(present))
 
     def advance(
         self,
         rule: Rule,
         hyper: Sequence[Sequence[Any]],
         coefficients: tuple[float, ...],
-        results: dict[int, KnownResults],
         sums: Sums | None,
-        present: Sequence[bool] | None,
+        present: bytearray | None,
     ) -> Numbers:
         """Advance the scalar states in place, of the rows that have a gradient.
 
@@ -129,8 +207,6 @@ class Block:
             rule: the update rule.
             hyper: the hyperparameters of every param group.
             coefficients: the reciprocal of the scale, and the clip coefficient.
-            results: known results for each param group, read and written. Blocks of one group
-                share them, and so do steps whose hyperparameters do not change.
             sums: the sums of all rows of the work, if the rule has a ``reduce``.
             present: :attr:`Work.present`, for all rows of the work.
 
@@ -139,83 +215,40 @@ class Block:
         """
         for scalars in self.scattered:
             scalars.load()
-        if present is not None:
-            present = present[self.start : self.start + len(self.rows)]
-        numbers: Numbers
+        mask = None if present is None else self._mask(present)
         if sums is not None:
             s, h, flags = self._scalars_and_hyper(hyper)
             s, h = rule.host_before_reduce(s, h, flags)
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
             new_s, h = rule.host_scalars(s, h, flags, each, sums.totals.unbind())
-            self._store(new_s, present)
-            numbers = self._of_rows(coefficients, h)
+            self._store(new_s, mask)
+            numbers = self._numbers((*coefficients, *h))
         else:
-            of_group = array("d", map(float, hyper[self.group]))
-            known = results.get(self.group)
-            if known is None or known.differs(of_group):
-                known = results[self.group] = KnownResults(of_group.tobytes())
+            h, flags = tuple(map(float, hyper[self.group])), self.rows[0].flags
             counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
             if None in counts:
-                found = known.by_scalars
-                numbers = self._advance_each(rule, tuple(of_group), coefficients, found, present)
+                if self.stages is None or not self.stages.fit(h):
+                    self.stages = Stages(rule, flags, h, self.scalars)
+                numbers = self.stages.advance(coefficients, mask)
             else:
-                key = array("d", counts).tobytes()
-                if (result := known.by_scalars.get(key)) is None:
-                    result = _result(rule, tuple(counts), tuple(of_group), self.rows[0].flags)
-                    known.by_scalars[key] = result
-                mask = None if present is None else _mask(present)
-                for stored, value in zip(self.scalars, result.scalars, strict=True):
-                    if stored is not None:
-                        stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
-                numbers = array("d", coefficients) + result.h
+                new_s, h = rule.scalars_on_numbers(tuple(counts), h, flags)
+                self._store(new_s, mask)
+                numbers = _same_numbers((*coefficients, *map(float, h)))
         for scalars in self.scattered:
             scalars.store()
-        return numbers
+        return numbers if mask is None else numbers.of_present(mask)
 
-    def _advance_each(
-        self,
-        rule: Rule,
-        hyper: tuple[float, ...],
-        coefficients: tuple[float, ...],
-        known: dict[Any, _Result],
-        present: Sequence[bool] | None,
-    ) -> list[array]:
-        """Do what :meth:`advance` does, for rows of different step counts.
+    def _store(self, new_s: Sequence[Any], mask: Tensor | None) -> None:
+        """Write new scalar states, numbers or tensors, of the rows in ``mask``."""
+        for stored, value in zip(self.scalars, new_s, strict=True):
+            if stored is not None:
+                new = value if mask is None else torch.where(mask, value, stored)
+                stored.copy_(new) if isinstance(new, Tensor) else stored.fill_(new)
 
-        What runs for each of hundreds of rows runs in C; Python runs for each distinct count.
-        """
-        flags = self.rows[0].flags
-        columns = [None if s is None else _wide_elements(s) for s in self.scalars]
-        bits = [column.cast("B").cast("q").tolist() for column in columns if column is not None]
-        rows: list[Any] = bits[0] if len(bits) == 1 else list(zip(*bits, strict=True))
-        distinct = dict.fromkeys(rows)
-        unknown = [key for key in distinct if key not in known]
-        if unknown:
-            old = [
-                tuple([0.0 if column is None else column[i] for column in columns])
-                for i in map(rows.index, unknown)
-            ]
-            if len(unknown) <= FEW_RESULTS:
-                made = [_result(rule, s, hyper, flags) for s in old]
-            else:
-                wide = _wide(zip(*old, strict=True))
-                new_s, h = (
-                    _rows(x, len(old)) for x in rule.host_scalars(wide, _wide(hyper), flags)
-                )
-                made = map(_Result, new_s, (array("d", own) for own in h))
-            known |= zip(unknown, made, strict=True)
-        absent = () if present is None else list(compress(range(len(rows)), map(not_, present)))
-        for i, (stored, column) in enumerate(zip(self.scalars, columns, strict=True)):
-            if stored is not None and column is not None:
-                values = {key: known[key].scalars[i] for key in distinct}
-                new = array("d", map(values.__getitem__, rows))
-                for place in absent:
-                    new[place] = column[place]
-                stored.copy_(torch.frombuffer(new, dtype=torch.float64))
-        # Rows of equal results share an array; see ``Bundle.alike``.
-        first = array("d", coefficients)
-        h = {key: first + known[key].h for key in distinct}
-        return list(map(h.__getitem__, rows))
+    def _mask(self, present: bytearray) -> Tensor:
+        """Return :attr:`Work.present` of the rows of this block, of shape (rows,)."""
+        start, n = self.start, len(self.rows)
+        return torch.frombuffer(present, dtype=torch.bool, offset=start, count=n)
 
     def _scalars_and_hyper(
         self, hyper: Sequence[Sequence[Any]]
@@ -227,30 +260,35 @@ class Block:
         s = tuple(none if s is None else s.to(torch.float64, copy=True) for s in self.scalars)
         return s, _wide(hyper[self.group]), self.rows[0].flags
 
-    def _store(self, new_s: Sequence[Any], present: Sequence[bool] | None) -> None:
-        """Write new scalar states, of the rows that are present."""
-        mask = None if present is None else _mask(present)
-        for stored, value in zip(self.scalars, new_s, strict=True):
-            if stored is not None:
-                stored.copy_(value if mask is None else torch.where(mask, value, stored))
-
-    def _of_rows(self, coefficients: tuple[float, ...], h: tuple[Any, ...]) -> Numbers:
-        """Return what :meth:`advance` does, of 0-d tensors and tensors of shape (rows,)."""
+    def _numbers(self, h: tuple[Any, ...]) -> Numbers:
+        """Return the numbers ``h``, 0-d tensors, and tensors of shape (rows,)."""
         if not any(isinstance(x, Tensor) and x.ndim for x in h):
-            return array("d", (*coefficients, *map(float, h)))
-        return [array("d", (*coefficients, *own)) for own in _rows(h, len(self.rows))]
+            return _same_numbers(tuple(map(float, h)))
+        table = torch.stack([x.expand(len(self.rows)) for x in _wide(h)], 1)
+        return Numbers(table, torch.arange(len(self.rows), device="cpu"))
 
 
-def _mask(present: Sequence[bool]) -> Tensor:
-    """Return ``present`` as a tensor of shape (rows,)."""
-    return torch.frombuffer(bytearray(present), dtype=torch.bool)
+def _same_numbers(h: tuple[float, ...]) -> Numbers:
+    """Return the numbers ``h``, the same for all rows."""
+    return Numbers(torch.frombuffer(array("d", h), dtype=torch.float64)[None])
 
 
-def _wide_elements(tensor: Tensor) -> "memoryview[float]":
-    """Return the elements of a tensor of shape (rows,) in float64; ``tolist`` takes far longer."""
-    wide = tensor.to(torch.float64)
-    in_bytes = memoryview(ctypes.string_at(wide.data_ptr(), 8 * len(wide)))
-    return cast("memoryview[float]", in_bytes.cast("d"))
+def _distinct(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Find the rows that have the same integers.
+
+    Args:
+        columns: int64, of shape (rows,); at least one.
+
+    Returns:
+        For each row a number, the same for rows with the same integers; and by this number, the
+        index of such a row.
+    """
+    numbers = torch.zeros_like(columns[0])
+    for column in columns:
+        values, places = torch.unique(column, return_inverse=True)
+        _, numbers = torch.unique(numbers * len(values) + places, return_inverse=True)
+    examples = torch.empty(int(numbers.max()) + 1, dtype=torch.int64, device="cpu")
+    return numbers, examples.scatter_(0, numbers, torch.arange(len(numbers), device="cpu"))
 
 
 def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -258,14 +296,6 @@ def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
     # Tensors, not numbers: torch computes number / tensor as number * (1 / tensor), which rounds
     # twice. The result of a row would depend on the step counts of the others.
     return tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in numbers)
-
-
-def _result(
-    rule: Rule, s: tuple[float, ...], h: tuple[float, ...], flags: tuple[bool, ...]
-) -> _Result:
-    """Run ``Rule.scalars`` on Python numbers."""
-    new_s, new_h = rule.scalars_on_numbers(s, h, flags)
-    return _Result(tuple(map(float, new_s)), array("d", map(float, new_h)))
 
 
 def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
@@ -284,12 +314,10 @@ class Bundles:
         updated: the same rows as ``update`` takes them: a backend may divide bundles further.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
-        scalar_results: known results for each param group; see :meth:`Block.advance`.
     """
 
     bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
-    scalar_results: dict[int, KnownResults] = field(default_factory=dict)
     updated: list[tuple[Block, Bundle]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,21 +7,18 @@ memory are not copied: ``ampopt._step.rule_state`` allocates those of parameters
 gradient in the same step so. A large parameter is a bundle by itself, which needs no scratch.
 """
 
-import ctypes
 import functools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress
-from operator import is_not, ne, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.places import Places
 from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.tensors import flat
 from ampopt_kernels.work import ParamRow, Work
@@ -30,10 +27,13 @@ __all__ = [
     "BUNDLE",
     "SMALL",
     "Bundle",
-    "BundleSlice",
     "Copies",
+    "Numbers",
+    "Slice",
+    "Slices",
     "TorchCopies",
     "as_one",
+    "placed",
 ]
 
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -130,25 +130,121 @@ class TorchCopies(Copies):
         return tensors if self._present is None else list(compress(tensors, self._present))
 
 
-class BundleSlice(NamedTuple):
+class Numbers(NamedTuple):
+    """The numbers that a function of a rule takes for each row of a block, in float64.
+
+    Attributes:
+        table: shape (results, width). In each result, the reciprocal of the scale, the clip
+            coefficient, and the numbers of the rule.
+        of_rows: for each row the index of its result, int64; -1 for a row without a gradient.
+            ``None`` if there is one result, for all rows.
+    """
+
+    table: Tensor
+    of_rows: Tensor | None = None
+
+    def of_present(self, mask: Tensor) -> "Numbers":
+        """Return the numbers of the rows in ``mask``, of shape (rows,)."""
+        results: Any = 0 if self.of_rows is None else self.of_rows
+        return Numbers(self.table, torch.where(mask, results, -1))
+
+    def of_each(self, n: int) -> list[list[float]]:
+        """Return the numbers of each of ``n`` rows; of a row without a gradient, any numbers."""
+        results = self.table.tolist()
+        return results * n if self.of_rows is None else [results[i] for i in self.of_rows.tolist()]
+
+
+class Slice(NamedTuple):
     """A range of elements of a bundle to which a rule is applied with the same numbers.
 
     Attributes:
+        row: the index of the first row in the bundle.
         start: the index of the first element in the bundle.
         end: the index after the last element.
-        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule, float64.
-        places: the places of the elements in the whole parameter, from which random numbers and
-            stochastic rounding follow; ``None`` where there are neither.
-        key: the random key of stochastic rounding; ``None`` if nothing is rounded so.
-        rounds: whether the parameter is rounded stochastically.
+        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
     """
 
+    row: int
     start: int
     end: int
-    h: array
-    places: Places | None = None
-    key: int | None = None
-    rounds: bool = False
+    h: Sequence[float]
+
+
+class Slices(NamedTuple):
+    """The rows of a bundle that have a gradient, each with its numbers.
+
+    A rule runs on slices by themselves, so the result for a parameter does not depend on the other
+    parameters of the bundle.
+
+    Attributes:
+        bounds: the index of the first element of each row in the bundle; then the number of all
+            elements.
+        numbers: the numbers of each row.
+        rows: the rows, if the function computes random numbers from their places; else empty.
+    """
+
+    bounds: array
+    numbers: Numbers
+    rows: Sequence[ParamRow] = ()
+
+    @staticmethod
+    def of_one(n: int, h: Sequence[float], rows: Sequence[ParamRow] = ()) -> "Slices":
+        """Return the slice of a single row that has ``n`` elements and the numbers ``h``."""
+        table = torch.frombuffer(array("d", h), dtype=torch.float64)[None]
+        return Slices(array("q", (0, n)), Numbers(table), rows)
+
+    def each(self, *, joined: bool = False) -> Iterator[Slice]:
+        """Yield slices of the rows that have a gradient, in ascending order.
+
+        Args:
+            joined: whether consecutive rows with the same numbers are one slice.
+        """
+        h, results = self.numbers.table.tolist(), self.numbers.of_rows
+        n = len(self.bounds) - 1
+        if results is None:
+            indices, counts = ([0], [n]) if joined else ([0] * n, [1] * n)
+        elif joined:
+            indices, counts = (
+                x.tolist() for x in torch.unique_consecutive(results, return_counts=True)
+            )
+        else:
+            indices, counts = results.tolist(), [1] * n
+        row = 0
+        for index, count in zip(indices, counts, strict=True):
+            if index >= 0:
+                yield Slice(row, self.bounds[row], self.bounds[row + count], h[index])
+            row += count
+
+    @property
+    def present(self) -> list[int]:
+        """The indices of the rows that have a gradient, in ascending order."""
+        return [part.row for part in self.each()]
+
+    def with_places(self) -> Numbers:
+        """Return the numbers of rows with :attr:`rows`, as compiled functions take them.
+
+        See :func:`placed`.
+        """
+        results, each = self.numbers.of_rows, self.numbers.of_each(len(self.rows))
+        own = list(map(placed, each, self.rows, self.bounds))
+        of_rows = torch.arange(len(own), device="cpu")
+        if results is not None:
+            of_rows.masked_fill_(results < 0, -1)
+        return Numbers(torch.tensor(own, dtype=torch.float64, device="cpu"), of_rows)
+
+
+def placed(h: Sequence[float], row: ParamRow, start: int = 0) -> list[float]:
+    """Return ``h`` with the places of ``row`` behind it, and its random key if it has one.
+
+    Args:
+        h: the numbers of the row.
+        row: the row.
+        start: the index of its first element in the bundle. The place that is returned is that of
+            the bundle's first element.
+    """
+    key = () if row.keys is None else (row.keys.item(),)
+    jumps = ((period, phase - start, size) for period, phase, size in row.places.jumps)
+    return [*h, row.places.first - start, *key, *chain.from_iterable(jumps)]
 
 
 @dataclass
@@ -157,7 +253,7 @@ class Bundle:
 
     Attributes:
         rows: the rows, all of one :attr:`ParamRow.kind` and param group.
-        places: the index of each row in ``block.rows``.
+        places: where the rows are in ``block.rows``.
         among: the index of each row in ``work.rows``.
         dtype: the arithmetic dtype.
         param: the flat tensor that the rule updates: of a single row its parameter, else scratch
@@ -172,14 +268,12 @@ class Bundle:
         row_column_states: the row and column states of each parameter, with factors that are
             adjacent in memory; empty if the rule has none.
         gathered_at: the ``grads_version`` of the work when its gradients were copied to ``grad``.
-        present: the positions of the rows that have a gradient in this step, in ascending order;
-            set by :meth:`gather`. A step changes no tensor of the other rows.
         functions: ``"update"``, ``"reduce"`` and ``"averages"`` of the rule for this bundle, as
-            torch operations or compiled. Each takes slices and the tensors of the bundle.
+            torch operations or compiled. Each takes :class:`Slices` and the tensors of the bundle.
     """
 
     rows: list[ParamRow]
-    places: list[int]
+    places: slice | list[int]
     among: range | list[int]
     dtype: torch.dtype
     param: Tensor
@@ -190,7 +284,6 @@ class Bundle:
     scattered: Sequence[Copies] = ()
     row_column_states: list[RowColumnStates] = field(default_factory=list)
     gathered_at: int | None = None
-    present: Sequence[int] = ()
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
@@ -213,8 +306,9 @@ class Bundle:
             start: the index of the block's first row in ``work.rows``.
         """
         among = [start + place for place in places]
-        whole = range(among[0], among[-1] + 1)
-        where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
+        where: tuple[Any, Any] = places, among
+        if among[-1] - among[0] < len(among):
+            where = slice(places[0], places[-1] + 1), range(among[0], among[-1] + 1)
         states = [as_one(column) for column in zip(*(row.state for row in rows), strict=True)]
         rest = [state for state, _ in states]
         rounded = [row.copy for row in rows if row.copy is not None]
@@ -226,13 +320,16 @@ class Bundle:
             rest += [flat(c) for c in (*rounded, rows[0].low) if c is not None]
             rest += [s for s in rows[0].scales if s is not None]
             alone = flat(params[0]), rest
-            return Bundle(rows, *where, *alone, row_column_states=row_column_states)
+            return Bundle(
+                rows, *where, rows[0].compute_dtype, *alone, row_column_states=row_column_states
+            )
         size = sum(p.numel() for p in params)
         param = params[0].new_empty(size)
         grad = param.new_empty(size, dtype=rows[0].grad_dtype)
         return Bundle(
             rows,
             *where,
+            rows[0].compute_dtype,
             param,
             rest,
             grad,
@@ -269,9 +366,9 @@ class Bundle:
         return _params(self.rows)
 
     @functools.cached_property
-    def bounds(self) -> list[int]:
+    def bounds(self) -> array:
         """The index of the first element of each row, and the number of all elements."""
-        return list(accumulate(map(Tensor.numel, self.params), initial=0))
+        return array("q", accumulate(map(Tensor.numel, self.params), initial=0))
 
     def gather(self, work: Work) -> Tensor | None:
         """Return the gradients of all rows as one flat tensor; copies at most once a step.
@@ -280,21 +377,17 @@ class Bundle:
         Returns ``None`` if no row has a gradient.
         """
         if self.grad is None or self.copies is None:
-            grad = work.grads[self.among[0]]
-            self.present = () if grad is None else (0,)
-            return grad
+            return work.grads[self.among[0]]
+        if isinstance(self.among, range):
+            grads = work.grads[self.among.start : self.among.stop]
+        else:
+            grads = [work.grads[i] for i in self.among]
+        if work.present is not None and all(grad is None for grad in grads):
+            return None
         if self.gathered_at != work.grads_version:
-            if isinstance(self.among, range):
-                grads = work.grads[self.among.start : self.among.stop]
-            else:
-                grads = [work.grads[i] for i in self.among]
-            self.present = range(len(grads))
-            if work.present is not None:
-                self.present = [i for i, grad in enumerate(grads) if grad is not None]
-            if self.present:
-                self.copies.gather(grads, self.grad)
+            self.copies.gather(grads, self.grad)
             self.gathered_at = work.grads_version
-        return self.grad if self.present else None
+        return self.grad
 
     def load(self) -> None:
         """Copy parameters and states to scratch, where the rule runs on scratch."""
@@ -312,55 +405,16 @@ class Bundle:
         for states in self.scattered:
             states.store()
 
-    def alike(self, h: array | list[array]) -> list[BundleSlice]:
-        """Return slices of consecutive rows that have a gradient and share ``h``, one object.
-
-        There are several where step counts differ, the rule has a ``reduce``, or a row has no
-        gradient. Of a rule with row and column statistics, each row is a slice. A rule runs on each
-        slice by itself, so the result for a parameter does not depend on the other parameters of
-        the bundle.
+    def slices(self, numbers: Numbers, rows: Sequence[ParamRow] = ()) -> Slices:
+        """Return the rows that have a gradient.
 
         Args:
-            h: the numbers of the block, or a list with those of each of its rows.
+            numbers: the numbers of all rows of the block.
+            rows: as :attr:`Slices.rows`.
         """
-        if self.row_column_states:
-            return self.each(h)
-        bounds, own = self.bounds, self._numbers(h)
-        starts = [bounds[i] for i in self.present]
-        ends = [bounds[i + 1] for i in self.present]
-        # What follows runs in C for each of hundreds of rows.
-        jumps = map(ne, starts, chain((None,), ends))
-        first = list(map(or_, jumps, map(is_not, own, chain((None,), own))))
-        slices = map(compress, (starts, ends, own), (first, [*first[1:], True], first))
-        return list(map(BundleSlice, *slices))
-
-    def _numbers(self, h: array | list[array]) -> list[array]:
-        """Return the numbers of each row that has a gradient."""
-        if isinstance(h, list):
-            return [h[self.places[i]] for i in self.present]
-        return [h] * len(self.present)
-
-    def each(self, h: array | list[array]) -> list[BundleSlice]:
-        """Return each row that has a gradient as a slice; ``h`` is as for :meth:`alike`."""
-        own = zip(self.present, self._numbers(h), strict=True)
-        return [BundleSlice(self.bounds[i], self.bounds[i + 1], numbers) for i, numbers in own]
-
-    def each_with_places(self, h: array | list[array]) -> list[BundleSlice]:
-        """Return what :meth:`each` does, with the places and the random key of each row."""
-        slices = []
-        for i, numbers in zip(self.present, self._numbers(h), strict=True):
-            row, key = self.rows[i], self._keys[i]
-            given = row.places, None if key is None else key.value, row.rounds
-            slices.append(BundleSlice(self.bounds[i], self.bounds[i + 1], numbers, *given))
-        return slices
-
-    @functools.cached_property
-    def _keys(self) -> list[ctypes.c_int64 | None]:
-        """The memory of each row's random key, which is read so in a fraction of torch's time."""
-        keys = [row.keys for row in self.rows]
-        return [
-            None if key is None else ctypes.c_int64.from_address(key.data_ptr()) for key in keys
-        ]
+        if (of_rows := numbers.of_rows) is not None:
+            numbers = Numbers(numbers.table, of_rows[self.places])
+        return Slices(self.bounds, numbers, rows)
 
 
 def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite
 from ampopt_kernels.cpu.blocks import Block
-from ampopt_kernels.cpu.bundles import Bundle, BundleSlice, Copies, TorchCopies
+from ampopt_kernels.cpu.bundles import Bundle, Copies, Slices, TorchCopies, placed
 from ampopt_kernels.cpu.calls import CALLS, CompiledUpdate
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.sums import sum_of_squares
@@ -128,7 +128,7 @@ class Compiled(CpuBackend):
     def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
         """Return ``function``, made to add the time that it takes to ``self._spent[key]``."""
 
-        def run(slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Any:
+        def run(slices: Slices, tensors: Sequence[Tensor]) -> Any:
             start = time.perf_counter()
             result = function(slices, tensors)
             self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
@@ -147,15 +147,15 @@ class Compiled(CpuBackend):
         alike: dict[CompiledUpdate, list[LargeRow]] = {}
         others = []
         for row in large:
-            function = row[0].functions["update"]
+            function = row.bundle.functions["update"]
             if isinstance(function, CompiledUpdate):
                 alike.setdefault(function, []).append(row)
             else:
                 others.append(row)
         super()._update_large(others)
         for function, rows in alike.items():
-            _, parts, tensors = zip(*rows, strict=True)
-            function.whole(parts, tensors)
+            h = [placed(row.h, row.rows[0]) if row.rows else row.h for row in rows]
+            function.whole(h, [row.tensors for row in rows])
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
         """Whether all gradients are finite; may be false although they are, until C++ is loaded."""
@@ -296,8 +296,8 @@ def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
     if not (_fits_in_place(bundle) and isinstance(update, CompiledUpdate)):
         return [(block, bundle)]
     alone = [
-        Bundle.of([row], [place], block.start)
-        for row, place in zip(bundle.rows, bundle.places, strict=True)
+        Bundle.of([row], [place - block.start], block.start)
+        for row, place in zip(bundle.rows, bundle.among, strict=True)
     ]
     for row in alone:
         row.functions = bundle.functions

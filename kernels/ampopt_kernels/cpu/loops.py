@@ -21,6 +21,11 @@ MATH(exp) MATH(exp2) MATH(log) MATH(log2) MATH(sin) MATH(cos)
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// The index of the result that a row takes; see UPDATE.
+static inline int64_t result_of(const int64_t* results, int64_t row) {
+    return results ? results[row] : 0;
+}
+
 // The sum of ``n`` numbers: the second half is added to the first half until one number is left.
 static inline double halved(double* x, int64_t n) {
     for (int64_t half; n > 1; n = half) {
@@ -194,8 +199,9 @@ WHOLE_BLOCKS = """
     }}
 """
 
-# ``bounds`` has start and end of each slice (part) or row, in ascending order. ``h`` has the
-# numbers of the first, followed by those of the second, and so on.
+# ``bounds`` has the start of each row, in ascending order, and the end of the last one. ``h`` has
+# one result after another, each of ``width`` numbers; ``results`` has the index of the result of
+# each row, or -1 for a row that is left out; it is null if there is one result, for all rows.
 UPDATE = """
 __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
@@ -210,23 +216,25 @@ static inline int64_t cut(int64_t at, int64_t n) {{
 }}
 
 extern "C" void update(
-    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_parts, int64_t threads
+    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
+    int64_t n_rows, int64_t threads
 ) {{
-    const int64_t n = bounds[2 * n_parts - 1];
+    const int64_t n = bounds[n_rows];
     #pragma omp parallel for num_threads(threads)
     for (int64_t thread = 0; thread < threads; ++thread) {{
         const int64_t first = cut(n * thread / threads, n);
         const int64_t last = cut(n * (thread + 1) / threads, n);
-        for (int64_t part = 0; part < n_parts; ++part) {{
-            const int64_t start = bounds[2 * part], to = lesser(bounds[2 * part + 1], last);
-            const int64_t from = start < first ? first : start;
-            if (from < to) apply(h + part * {width}, tensors, from, to);
+        for (int64_t row = 0, next; row < n_rows; row = next) {{
+            const int64_t start = bounds[row], result = result_of(results, row);
+            for (next = row + 1; next < n_rows && result_of(results, next) == result;) ++next;
+            const int64_t from = start < first ? first : start, to = lesser(bounds[next], last);
+            if (result >= 0 && from < to) apply(h + result * {width}, tensors, from, to);
         }}
     }}
 }}
 
-// Rows with tensors of their own: ``sizes`` has the number of elements of each row, ``tensors`` the
-// addresses of the tensors of one row after another.
+// Rows with numbers and tensors of their own: ``sizes`` has the number of elements of each row,
+// ``tensors`` the addresses of the tensors of one row after another.
 extern "C" void update_whole(
     const double* h, void* const* tensors, const int64_t* sizes, int64_t n_rows, int64_t threads
 ) {{
@@ -265,21 +273,23 @@ __attribute__((noinline)) static void sum_part(
 }}
 
 extern "C" void sums(
-    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_rows, int64_t threads,
-    double* out
+    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
+    int64_t n_rows, int64_t threads, double* out
 ) {{
-    for (int64_t row = 0; row < n_rows; ++row, out += n_terms) {{
-        const int64_t start = bounds[2 * row], end = bounds[2 * row + 1];
+    for (int64_t row = 0; row < n_rows; ++row) {{
+        const int64_t start = bounds[row], end = bounds[row + 1];
+        const int64_t result = result_of(results, row);
+        if (result < 0) continue;
         const int64_t n_parts = (end - start + {part} - 1) / {part};
         double* parts = new double[n_parts * n_terms];
         #pragma omp parallel for num_threads(threads)
         for (int64_t part = 0; part < n_parts; ++part) {{
             const int64_t from = start + part * {part}, to = lesser(from + {part}, end);
-            sum_part(h + row * {width}, tensors, from, to, parts + part * n_terms);
+            sum_part(h + result * {width}, tensors, from, to, parts + part * n_terms);
         }}
-        for (int64_t k = 0; k < n_terms; ++k) {{
-            out[k] = 0;
-            for (int64_t part = 0; part < n_parts; ++part) out[k] += parts[part * n_terms + k];
+        for (int64_t k = 0; k < n_terms; ++k, ++out) {{
+            *out = 0;
+            for (int64_t part = 0; part < n_parts; ++part) *out += parts[part * n_terms + k];
         }}
         delete[] parts;
     }}
@@ -340,19 +350,21 @@ __attribute__((noinline)) static void sum_bands(
     }}
 }}
 
-// Each part is a stack of whole matrices. Columns are summed over each band; at the end, the sums
+// Each row is a stack of whole matrices. Columns are summed over each band; at the end, the sums
 // of the other bands are added to those of the first. Which bands are summed together does not
 // depend on the number of threads, so no bit of the result does either.
 extern "C" void averages(
-    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_parts, int64_t threads,
-    double* const* sums
+    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
+    int64_t n_rows, int64_t threads, double* const* sums
 ) {{
     const int64_t m = (int64_t)tensors[{n_tensors}], n = (int64_t)tensors[{n_tensors} + 1];
     const int64_t bands = (m + ROWS - 1) / ROWS, some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
-    const int64_t matrices = bounds[2 * n_parts - 1] / (m * n);
-    for (int64_t part = 0; part < n_parts; ++part) {{
-        const int64_t first = bounds[2 * part] / (m * n) * bands;
-        const int64_t last = bounds[2 * part + 1] / (m * n) * bands;
+    const int64_t matrices = bounds[n_rows] / (m * n);
+    for (int64_t row = 0; row < n_rows; ++row) {{
+        const int64_t result = result_of(results, row);
+        if (result < 0) continue;
+        const int64_t first = bounds[row] / (m * n) * bands;
+        const int64_t last = bounds[row + 1] / (m * n) * bands;
         #pragma omp parallel for num_threads(threads)
         for (int64_t band = first; band < last; band += some) {{
             const int64_t next = lesser(band + some, last);
@@ -360,7 +372,7 @@ extern "C" void averages(
             const int64_t to = next / bands * m + next % bands * ROWS;
             double* own[N_TERMS];
             for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
-            sum_bands(h + part * {width}, tensors, from * n, to * n, m, n, own);
+            sum_bands(h + result * {width}, tensors, from * n, to * n, m, n, own);
         }}
     }}
     for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
+from ampopt_kernels.cpu.bundles import Bundle, Slice, Slices
 from ampopt_kernels.cpu.sums import sum_terms
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.low_bits import has_low_bits, master_of, split_master, with_master
@@ -17,6 +17,7 @@ from ampopt_kernels.row_column_states import RowColumnStates, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, flat, times
+from ampopt_kernels.work import ParamRow
 
 __all__ = ["apply_rule", "torch_functions"]
 
@@ -53,12 +54,14 @@ class _Functions:
     codecs: tuple[Codec | None, ...]
     row_column_states: list[RowColumnStates]
 
-    def update(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> None:
+    def update(self, slices: Slices, tensors: Sequence[Tensor]) -> None:
         """Apply the rule to slices of a bundle."""
-        for part, views, row_column_states in self._each(slices, tensors):
-            apply_rule(self.rule, self.flags, views, part, row_column_states, self.codecs)
+        joined = not self.row_column_states and not slices.rows
+        for part, views, row_column_states in self._each(slices, tensors, joined=joined):
+            row = slices.rows[part.row] if slices.rows else None
+            apply_rule(self.rule, self.flags, views, part.h, row_column_states, self.codecs, row)
 
-    def reduce(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Tensor:
+    def reduce(self, slices: Slices, tensors: Sequence[Tensor]) -> Tensor:
         """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
         sums = [
             sum_terms(
@@ -68,7 +71,7 @@ class _Functions:
         ]
         return torch.stack(sums)
 
-    def averages(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def averages(self, slices: Slices, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
         sums = (
             sums_of(self.rule, row_column_states, self.flags, self._read(views), part.h)
@@ -82,15 +85,12 @@ class _Functions:
         return with_master(views, len(self.rule.state_for(self.flags)))
 
     def _each(
-        self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[BundleSlice, list[Tensor], RowColumnStates | None]]:
+        self, slices: Slices, tensors: Sequence[Tensor], *, joined: bool = False
+    ) -> Iterator[tuple[Slice, list[Tensor], RowColumnStates | None]]:
         """Yield each slice, flat views of its elements, and its row and column statistics."""
-        row_column_states = None
         flat_tensors = list(map(flat, tensors))
-        for part in slices:
-            if self.row_column_states:
-                size = self.row_column_states[0].numel
-                row_column_states = self.row_column_states[part.start // size if size else 0]
+        for part in slices.each(joined=joined):
+            row_column_states = self.row_column_states[part.row] if self.row_column_states else None
             yield part, [t[part.start : part.end] for t in flat_tensors], row_column_states
 
 
@@ -98,9 +98,10 @@ def apply_rule(
     rule: Rule,
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
-    part: BundleSlice,
+    h: Sequence[float],
     row_column_states: RowColumnStates | None = None,
     of_states: Sequence[Codec | None] = (),
+    row: ParamRow | None = None,
 ) -> None:
     """Apply ``rule`` in place.
 
@@ -110,14 +111,16 @@ def apply_rule(
         tensors: the gradient, which is only read, the parameter, the states, and optionally a
             low-precision copy of the parameter, which is only written, or the low bits of its
             24-bit master. All flat and of one size. Then the scales of the states that have some.
-        part: the numbers that the rule takes for these elements.
+        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
         row_column_states: the row and column states of the parameter, if the rule has any; then
             ``tensors`` are those of a whole parameter.
         of_states: the codec of each state, or ``None``. Empty if no state has one.
+        row: has the places of the elements and the random key; ``None`` if nothing is drawn.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     update, n_states = rule.torch_update_in(dtype), len(rule.state_for(flags))
-    inverse, clip, *rest = part.h
+    inverse, clip, *rest = h
+    key = None if row is None else row.keys
     n, scales = tensors[0].numel(), ()
     if of_states:
         *tensors, scales = codecs.with_scales(tensors, of_states)
@@ -126,8 +129,8 @@ def apply_rule(
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
         position = None
-        if part.places is not None:
-            position = part.places.after(start).of(grad.numel(), grad.device)
+        if row is not None:
+            position = row.places.after(start).of(grad.numel(), grad.device)
         factors = (
             () if row_column_states is None else row_column_states.at(start, start + grad.numel())
         )
@@ -141,13 +144,13 @@ def apply_rule(
         param, *state = [t.to(dtype) for t in values]
         at = rule.at(param, position)
         new_param, new_state = update(param, g, (*state, *factors), tuple(rest), flags, *at)
-        if part.rounds and part.key is not None and position is not None:
-            new_param = stochastically(new_param, position, part.key)
+        if row is not None and row.rounds and key is not None and position is not None:
+            new_param = stochastically(new_param, position, key)
         copies, new_scales = [new_param] * (len(stored) - 1 - n_states), []
-        if splits and part.key is not None and position is not None:
-            u = codecs.uniform(position, part.key, -1)
+        if splits and key is not None and position is not None:
+            u = codecs.uniform(position, key, -1)
             new_param, *copies = split_master(new_param, stored[0].dtype, u)
         if of_states:
-            new_state, new_scales = codecs.encoded_each(new_state, of_states, position, part.key)
+            new_state, new_scales = codecs.encoded_each(new_state, of_states, position, key)
         for old, new in zip(written, (new_param, *new_state, *copies, *new_scales), strict=True):
             old.copy_(new)

@@ -85,16 +85,14 @@ extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
     return known ? n : -1;
 }
 
-// How many of ``tensors`` are None, which fits any layout; -1 if another one has another layout
-// than the known one.
-extern "C" int64_t laid_out(PyObject* tensors, const int64_t* known) {
-    int64_t none = 0;
-    const bool fit = all_of(tensors, [&](PyObject* tensor) {
-        if (tensor == Py_None) {
-            known += 6 + 2 * known[5];  // known[5] is the number of dimensions
-            return ++none > 0;
-        }
-        return layout(tensor, [&](int64_t number) { return number == *known++; });
+// Whether ``tensors`` have the known layouts; None fits any. Writes to the bytearray ``present``
+// which are not None.
+extern "C" int laid_out(PyObject* tensors, const int64_t* known, PyObject* present) {
+    char* there = PyByteArray_AS_STRING(present);
+    return all_of(tensors, [&](PyObject* tensor) {
+        *there = tensor != Py_None;
+        if (*there++) return layout(tensor, [&](int64_t number) { return number == *known++; });
+        known += 6 + 2 * known[5];  // known[5] is the number of dimensions
+        return true;
     });
-    return fit ? none : -1;
 }

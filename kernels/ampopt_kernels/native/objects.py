@@ -105,8 +105,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.PyDLL:
     library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     library.hold.argtypes = (objects, pointer, objects, objects)
-    library.addresses.argtypes = library.laid_out.argtypes = (objects, pointer)
-    library.laid_out.restype = count
+    library.addresses.argtypes = (objects, pointer)
+    library.laid_out.argtypes = (objects, pointer, objects)
     library.bump_versions.argtypes = (objects,)
     library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
     return library
@@ -193,33 +193,33 @@ class LayoutGuard:
         if self._numbers is None:
             self._properties = [(of, list(map(of, tensors))) for of in _properties_of(tensors)]
 
-    def missing(self, tensors: list[Any]) -> int | None:
+    def present(self, tensors: list[Any]) -> bytearray | None:
         """Compare the layout of each of ``tensors`` with that of the stored tensor at its index.
 
         Args:
             tensors: tensors, or ``None``, which fits any layout.
 
         Returns:
-            How many are ``None``; ``None`` if a tensor has another layout.
+            For each 0 if it is ``None``, else 1; ``None`` if a tensor has another layout.
         """
         if len(tensors) != self._n:
             return None
         if self._numbers is not None:
             library = loops.get()
             assert library is not None
-            n = library.laid_out(tensors, self._numbers.buffer_info()[0])
-            return None if n < 0 else n
+            present, known = bytearray(self._n), self._numbers.buffer_info()[0]
+            return present if library.laid_out(tensors, known, present) else None
         assert self._properties is not None
         if all(list(map(of, tensors)) == stored for of, stored in self._properties):
             self._numbers = _numbers(tensors)  # the loops may have been compiled since
-            return 0
-        there = [tensor is not None for tensor in tensors]
-        tensors = list(compress(tensors, there))
+            return bytearray(b"\1" * self._n)
+        present = bytearray(tensor is not None for tensor in tensors)
+        tensors = list(compress(tensors, present))
         alike = all(
-            list(map(of, tensors)) == list(compress(stored, there))
+            list(map(of, tensors)) == list(compress(stored, present))
             for of, stored in self._properties
         )
-        return self._n - len(tensors) if alike else None
+        return present if alike else None
 
 
 def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:

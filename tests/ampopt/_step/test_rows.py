@@ -169,7 +169,8 @@ def test_parameters_that_appeared_in_different_steps_are_stepped_as_few_operatio
         params, optimizer = of_parameters(12)
         for n in sizes:
             stepped(optimizer, params[:n])
-        return counted(lambda: stepped(optimizer, params)).total()
+        # Few steps run ``Rule.scalars``, each for several to come.
+        return min(counted(lambda: stepped(optimizer, params)).total() for _ in range(2))
 
     at_once = operations([12, *range(1, 12)])  # with the same step counts
     assert operations(range(1, 13)) <= at_once + 6  # copies of two averages and a count, and back

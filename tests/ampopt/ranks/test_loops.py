@@ -204,7 +204,7 @@ def offloaded() -> tuple[Any, Any, int]:
     ampopt.set_backend("compiled")
     try:
         plain = train()
-        with mock.patch.object(Loop, "run", autospec=True, side_effect=Loop.run) as run:
+        with mock.patch.object(Loop, "__call__", autospec=True, side_effect=Loop.__call__) as run:
             return plain, train(offload_policy=CPUOffloadPolicy(pin_memory=False)), run.call_count
     finally:
         ampopt.set_backend("auto")

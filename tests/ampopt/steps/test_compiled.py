@@ -27,7 +27,7 @@ import ampopt
 from ampopt.testing.bits import bits
 from ampopt_kernels.cpu import compiled, numbers
 from ampopt_kernels.cpu.bundles import SMALL
-from ampopt_kernels.cpu.calls import Loop
+from ampopt_kernels.cpu.calls import CompiledUpdate
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
@@ -114,11 +114,11 @@ def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
     """Eager operations bundle tensors of at most ``SMALL`` elements."""
     sizes = (3 * compiled.IN_PLACE // 2 + 3, 1, 70, 3 * compiled.IN_PLACE, SMALL + 9, SMALL + 1)
     rows: list[int] = []
-    run = Loop.run
+    whole = CompiledUpdate.whole
 
-    def counted(loop: Any, parts: Any, *arguments: Any) -> None:
-        rows.append(len(parts))
-        run(loop, parts, *arguments)
+    def counted(update: Any, h: Any, tensors: Any) -> None:
+        rows.append(len(tensors))
+        whole(update, h, tensors)
 
     def train() -> Any:
         optimizer = ampopt.AdamW([torch.ones(n).requires_grad_() for n in sizes])
@@ -130,7 +130,7 @@ def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
             optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=1.0)
         return bits([(optimizer.grad_norm, p, optimizer.state[p]) for p in params_of(optimizer)])
 
-    monkeypatch.setattr(Loop, "run", counted)
+    monkeypatch.setattr(CompiledUpdate, "whole", counted)
     ours = train()
     assert rows == [len(sizes)]
     ampopt.set_backend("eager")
@@ -209,15 +209,15 @@ def test_masters_that_are_not_copied_to_scratch_train_as_each_does_alone(
 def test_master_weights_of_some_thousand_elements_are_updated_where_they_are(backend, monkeypatch):
     """One call updates all. After a change of the backend there is no such call."""
     rows: list[int] = []
-    run = Loop.run
+    whole = CompiledUpdate.whole
 
-    def counted(loop: Any, parts: Any, *arguments: Any) -> None:
-        rows.append(len(parts))
-        run(loop, parts, *arguments)
+    def counted(update: Any, h: Any, tensors: Any) -> None:
+        rows.append(len(tensors))
+        whole(update, h, tensors)
 
     weights = [torch.ones(3 * compiled.IN_PLACE, dtype=torch.float16) for _ in range(3)]
     optimizer = ampopt.AdamW(weights, master_weights=True)
-    monkeypatch.setattr(Loop, "run", counted)
+    monkeypatch.setattr(CompiledUpdate, "whole", counted)
     for name in ("compiled", "eager"):
         ampopt.set_backend(name)
         give(optimizer, [w / 2 for w in weights])

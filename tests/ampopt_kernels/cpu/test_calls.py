@@ -2,7 +2,6 @@
 
 import functools
 import math
-from array import array
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
-from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
+from ampopt_kernels.cpu.bundles import BUNDLE, Slices
 from ampopt_kernels.cpu.calls import CompiledAverages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.native.build import Library, cpp_compiler
@@ -85,8 +84,8 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     dtypes = tuple(t.dtype for t in tensors)
     parts = RULE.row_column_states_for((both,))
     own = RowColumnStates.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
-    whole = BundleSlice(0, tensors[0].numel(), array("d", h))
-    found = compiled(both, dtypes)([whole], tensors, own)
+    whole = Slices.of_one(tensors[0].numel(), h)
+    found = compiled(both, dtypes)(whole, tensors, own)
     return own, [sums.squeeze(0) for sums in found]
 
 

@@ -4,7 +4,6 @@ Only the bits of a NaN may differ, as processors and libraries have several.
 """
 
 import platform
-from array import array
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,7 +13,7 @@ from hypothesis import Phase, given, settings
 from support.kernel_rows import fingerprint
 
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
-from ampopt_kernels.cpu.bundles import BundleSlice
+from ampopt_kernels.cpu.bundles import Slices
 from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.torch_functions import CHUNK, apply_rule
@@ -81,9 +80,9 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
     row_column_states = row_column_states_of(rule, flags, ours[1], arithmetic(*stored[:2]))
     beside = () if row_column_states is None else row_column_states.addresses
-    whole = BundleSlice(0, n, array("d", h))
-    Loop(Library(source.text).load().update)([whole], ours, beside=beside)
-    apply_rule(rule, flags, theirs, whole, row_column_states)
+    whole = Slices.of_one(n, h)
+    Loop(Library(source.text).load().update)(whole, ours, beside=beside)
+    apply_rule(rule, flags, theirs, h, row_column_states)
     return ours, theirs, source
 
 
@@ -246,8 +245,8 @@ def test_every_number_of_half_precision_comes_and_goes(dtype, target, monkeypatc
     ):
         tensors = [torch.zeros_like(every), values.clone(), stored]
         source = source_of(Rule(update=_kept, hyper=()), (), tuple(t.dtype for t in tensors), 2)
-        whole = BundleSlice(0, 1 << 16, array("d", [1.0, 1.0]))
-        Loop(Library(source.text).load().update)([whole], tensors)
+        whole = Slices.of_one(1 << 16, [1.0, 1.0])
+        Loop(Library(source.text).load().update)(whole, tensors)
         assert same_bits(tensors[1:], [values, values.to(stored.dtype)])
 
 

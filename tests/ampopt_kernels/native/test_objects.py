@@ -142,13 +142,13 @@ def test_others_laid_out_the_same_are_alike():
     known = LayoutGuard(example())
     with torch.no_grad():
         others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
-        assert known.missing(others) == 0
-    assert known.missing(others) == 0
+        assert known.present(others) is not None
+    assert known.present(others) is not None
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_a_flat_kernel_would_misread_is_not_alike(what):
-    assert LayoutGuard(example()).missing([CHANGED[what], *example()[1:]]) is None
+    assert LayoutGuard(example()).present([CHANGED[what], *example()[1:]]) is None
 
 
 @pytest.mark.parametrize(
@@ -161,20 +161,20 @@ def test_what_a_flat_kernel_would_misread_is_not_alike(what):
 )
 def test_what_is_not_contiguous_or_not_real_is_told_apart_too(known, other):
     same = known.clone(memory_format=torch.preserve_format)
-    assert LayoutGuard([known]).missing([same]) == 0
-    assert LayoutGuard([known]).missing([other]) is None
+    assert LayoutGuard([known]).present([same]) is not None
+    assert LayoutGuard([known]).present([other]) is None
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_none_is_missing_and_the_others_are_compared(what):
+def test_none_fits_and_the_others_are_compared(what):
     first, *others = example()
     known = LayoutGuard(example())
-    assert known.missing([None, *others]) == 1
-    assert known.missing([None, None, None]) == 3
-    assert known.missing([first, None, others[1]]) == 1
-    assert known.missing([CHANGED[what], None, others[1]]) is None
-    assert known.missing([None, CHANGED[what], None]) is None
-    assert known.missing(example()) == 0
+    assert known.present([None, *others]) == bytearray((0, 1, 1))
+    assert known.present([None, None, None]) == bytearray((0, 0, 0))
+    assert known.present([first, None, others[1]]) == bytearray((1, 0, 1))
+    assert known.present([CHANGED[what], None, others[1]]) is None
+    assert known.present([None, CHANGED[what], None]) is None
+    assert known.present(example()) == bytearray((1, 1, 1))
 
 
 def test_the_address_of_none_is_0():
@@ -193,13 +193,13 @@ def test_the_containers_that_have_changed_are_found(at):
 
 def test_a_tensor_of_another_class_is_not_alike():
     others = [torch.nn.Parameter(example()[0]), *example()[1:]]
-    assert LayoutGuard(example()).missing(others) is None
+    assert LayoutGuard(example()).present(others) is None
 
 
 def test_more_or_fewer_are_not_alike():
-    assert LayoutGuard(example()).missing(example()[:2]) is None
-    assert LayoutGuard(example()[:2]).missing(example()) is None
-    assert LayoutGuard([]).missing([]) == 0
+    assert LayoutGuard(example()).present(example()[:2]) is None
+    assert LayoutGuard(example()[:2]).present(example()) is None
+    assert LayoutGuard([]).present([]) is not None
 
 
 @pytest.mark.parametrize("what", CHANGED)
@@ -209,12 +209,12 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
         patch.setattr(objects, "loops", Loops())
         known = LayoutGuard(example())
     changed = [CHANGED[what], *example()[1:]]
-    assert known.missing(changed) is None
+    assert known.present(changed) is None
     monkeypatch.setattr(objects, "loops", loops)
-    assert known.missing(example()) == 0
+    assert known.present(example()) is not None
     monkeypatch.setattr(known, "_properties", ())  # Python compares nothing any more
-    assert known.missing(example()) == 0
-    assert known.missing(changed) is None
+    assert known.present(example()) is not None
+    assert known.present(changed) is None
 
 
 class Compiler:
