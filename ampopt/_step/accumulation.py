@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.optimizer_reference import RefersToOptimizer
+from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor

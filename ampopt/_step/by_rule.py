@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.checks import Checks
+from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import Masters, needs_master
-from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rows import keys_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
 from ampopt._step.masters import has_masters, needs_master
-from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.rows import KeptRows
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key

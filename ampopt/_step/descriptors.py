@@ -1,17 +1,35 @@
-"""Descriptors of ``ampopt.Optimizer``: its strategy, and properties that can be overridden."""
+"""How an optimizer and its parts refer to each other, and properties that can be overridden."""
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from ampopt._step.stepping import StepStrategy
+import torch
 
-__all__ = ["StrategyAttribute", "overridable_property"]
+__all__ = ["RefersToOptimizer", "StrategyAttribute", "overridable_property"]
 
 _T = TypeVar("_T")
 
 
+class RefersToOptimizer:
+    """Base class of objects that belong to one optimizer and live as long as it does.
+
+    They are attributes of the optimizer, or of its attributes. A strong reference back would be a
+    cycle, which keeps parameters and states in memory until Python's garbage collector runs.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Store a weak reference to ``optimizer``."""
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that this object belongs to."""
+        return self._optimizer()
+
+
 class StrategyAttribute:
-    """Descriptor that creates ``optimizer._ampopt``, a :class:`StepStrategy`, at its first use.
+    """Descriptor that creates ``optimizer._ampopt``, a ``StepStrategy``, at its first use.
 
     A constructor would not do: optimizers are also unpickled, patched by ``patch_optimizer``, or
     wrappers that share the attributes of another optimizer.
@@ -20,7 +38,7 @@ class StrategyAttribute:
         step: the ``step`` function of the class that has this attribute, without hooks.
     """
 
-    def __init__(self, make: Callable[..., StepStrategy], **facts: Any) -> None:
+    def __init__(self, make: Callable[..., RefersToOptimizer], **facts: Any) -> None:
         """Store how to make a strategy.
 
         Args:
@@ -38,7 +56,7 @@ class StrategyAttribute:
         """A copy of the descriptor with more keyword arguments for ``make``."""
         return StrategyAttribute(self._make, **{**self._facts, **facts})
 
-    def new(self, optimizer: Any) -> StepStrategy:
+    def new(self, optimizer: Any) -> RefersToOptimizer:
         """A new strategy for ``optimizer``, in the state *idle*."""
         return self._make(optimizer, **self._facts)
 
@@ -51,7 +69,7 @@ class StrategyAttribute:
             stepping = vars(optimizer)["_ampopt"] = self.new(optimizer)
         return stepping
 
-    def __set__(self, optimizer: Any, stepping: StepStrategy) -> None:
+    def __set__(self, optimizer: Any, stepping: RefersToOptimizer) -> None:
         """Give ``optimizer`` a strategy of its own."""
         vars(optimizer)["_ampopt"] = stepping
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.optimizer_reference import RefersToOptimizer
+from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names

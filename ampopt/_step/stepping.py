@@ -32,8 +32,8 @@ from torch import Tensor
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
-from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.policy import PolicyConstants
@@ -234,9 +235,14 @@ class LossScale(AnyScale):
                 "moves to the device where it is first used."
             )
 
-    @abstractmethod
-    def _with(self, value: Tensor, counters: Tensor) -> "LossScale":
+    def _with(self, value: Tensor, counters: Tensor) -> Self:
         """A scale with the same settings, and the value and counters that the device computed."""
+        if self._policy is None:
+            return self
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        new._set(value, counters, self._placed)
+        return new
 
     def _unstepped(self) -> "LossScale":
         """The scale itself: a step without gradients does not use it up."""

@@ -276,14 +276,6 @@ class DynamicLossScale(LossScale):
         self._schedule, self._policy = schedule, schedule.policy
         self._set(value, counters, self._placed)
 
-    def _with(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
-        """A scale of the same class and schedule, whose warning is issued once for both."""
-        new = type(self).__new__(type(self))
-        new._schedule, new._collapse = self._schedule, self._collapse
-        new._policy = self._policy
-        new._set(value, counters, self._placed)
-        return new
-
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
         return self._schedule.settings()

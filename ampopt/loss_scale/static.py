@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt.loss_scale.arguments import check_bool, check_flag, check_scale_number
 from ampopt.loss_scale.base import Device, LossScale
@@ -70,10 +69,6 @@ class StaticLossScale(LossScale):
         entries = check_entries(self, state_dict, tuple(self._settings()))
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
         self._take(number, drop, self._placed)
-
-    def _with(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
-        """The scale itself, which never changes."""
-        return self
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
