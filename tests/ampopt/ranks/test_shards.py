@@ -469,3 +469,46 @@ def apart(stepped_before: bool) -> str:
 def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_before):
     for text in four_ranks.run(apart, stepped_before):
         assert "none covers the others" in text
+
+
+def clipped(bits_of_master: int) -> list[tuple[list[float], list[float]]]:
+    """Parameters after a step whose gradients ``clip_grad_norm_`` has edited; and as expected."""
+    from torch.distributed.tensor import Shard
+
+    reached = []
+    for max_norm in (1.0, float("inf")):  # the norm of four elements of 2.0 is 4.0
+        param = Parameter(spread(torch.ones(2, 2).bfloat16(), mesh_of(2), [Shard(0)]))
+        options = {"master_weights": True, "master_bits": bits_of_master}
+        optimizer = ampopt.SGD([param], lr=0.25, **options)
+        param.grad = torch.full_like(param, 6.0)
+        optimizer.unscale(grads_scaled_by=3.0)
+        torch.nn.utils.clip_grad_norm_([param], max_norm)
+        optimizer.step_after_unscale()
+        expected = 1.0 - 0.25 * 2.0 * min(max_norm / 4.0, 1.0)
+        reached.append((whole(param).flatten().tolist(), [expected] * 4))
+    return reached
+
+
+@pytest.mark.parametrize("bits_of_master", [24, 32])
+def test_clipping_of_parameters_reaches_their_masters(two_ranks, bits_of_master):
+    """No version counter tells that torch has clipped a ``DTensor``."""
+    for reached in two_ranks.run(clipped, bits_of_master):
+        for found, expected in reached:
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def master_after(sharded: bool) -> str:
+    """The bits of a row of a master, after a step with a gradient that bfloat16 cannot hold."""
+    from torch.distributed.tensor import Shard
+
+    whole_param = torch.ones(2, 2).bfloat16()
+    param = Parameter(spread(whole_param, mesh_of(2), [Shard(0)]) if sharded else whole_param)
+    optimizer = ampopt.SGD([param], lr=0.25, master_weights=True)
+    param.grad = torch.full_like(param, 5.0)
+    optimizer.unscale(grads_scaled_by=3.0)
+    optimizer.step_after_unscale()
+    return bits(dtensor.local(optimizer.state[param]["master_param"])[:1])
+
+
+def test_gradients_that_keep_their_values_are_used_unrounded(two_ranks):
+    assert two_ranks.run(master_after, True) == [master_after(False)] * 2
