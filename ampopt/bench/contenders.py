@@ -203,7 +203,7 @@ def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
 
 
 def _ampopt(name: str, optimizer: Any) -> Contender:
-    """The contender that steps by ampopt's control point."""
+    """The contender that steps by ampopt's ``unscale_and_step``."""
     scale = ampopt.DynamicLossScale(init_scale=SCALE, growth_interval=_NEVER)
 
     def step(max_norm: float | None = None) -> None:

@@ -24,7 +24,7 @@ __all__ = [
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
 MEASURES = 4
-"""How many numbers a chunk has in :attr:`GradientReport.measures`."""
+"""The number of measures of each chunk in :attr:`GradientReport.measures`."""
 
 
 class Owner(NamedTuple):

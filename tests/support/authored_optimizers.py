@@ -111,7 +111,7 @@ class OwnHooks(Plain):
 
 
 class Ratio(Decayed):
-    """LAMB: the length of the update is that of the parameter."""
+    """LAMB: scales the update to the length of the parameter."""
 
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float, group: Any) -> None:
         state["step"] += 1

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class FakeGraphs:
-    """Has the interface of :class:`ampopt.cuda_graphs.Graphs`.
+    """Fakes CUDA graphs, with the interface of :class:`ampopt.train_step.cuda_graphs.Graphs`.
 
     Attributes:
         captures: number of captures.

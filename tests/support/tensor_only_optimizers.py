@@ -76,7 +76,7 @@ class Fused(ampopt.Optimizer, torch.optim.Adam):
 
 
 class Tensors(ampopt.Optimizer, torch.optim.NAdam):
-    """Step counts and products in tensors, and many kinds of operators."""
+    """Keeps step counts and products in tensors, and uses many kinds of operators."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.125, foreach=True, weight_decay=0.25)

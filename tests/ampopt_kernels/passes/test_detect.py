@@ -125,7 +125,7 @@ def test_squares_add_up_to_the_norm(engine, write, plan, scale):
 @given(plan=st.one_of(gradient_works(), works()), data=st.data())
 @pytest.mark.parametrize("write", [False, True])
 def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan, data):
-    """Its non-finite elements still set the flag."""
+    """Non-finite elements of such a row still set the flag."""
     built, counting = plan.build(), plan.build()
     counted = [data.draw(st.booleans()) for _ in built.rows]
     for row, counts in zip(built.rows, counted, strict=True):
