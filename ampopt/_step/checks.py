@@ -177,7 +177,7 @@ class Checks(RefersToOptimizer):
                 self._dtypes.setdefault(param, param.dtype)
 
     def check_dtypes(self, kept: Container[int] = ()) -> None:
-        """Raise if a parameter was cast since the optimizer was made.
+        """Raise if a parameter was cast since the optimizer was made. Forget removed parameters.
 
         Args:
             kept: the ``id`` of each parameter that is known to be as it was.
@@ -195,6 +195,9 @@ class Checks(RefersToOptimizer):
                         "make the optimizer then (with master_weights=True it keeps float32 "
                         "masters of half-precision parameters)"
                     )
+        if len(self._dtypes) > sum(len(group["params"]) for group in groups):
+            known, params = self._dtypes, gradients.params_of(groups)
+            self._dtypes = {param: known.get(param, param.dtype) for param in params}
 
     def warn_of_float16(self, rule: Rule) -> None:
         """Warn once if a state of ``rule`` is kept in float16."""

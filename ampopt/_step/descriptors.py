@@ -96,4 +96,5 @@ class overridable_property(Generic[_T]):
 
     if TYPE_CHECKING:  # at run time, __set__ would hide instance attributes
 
-        def __set__(self, optimizer: Any, value: _T) -> None: ...
+        def __set__(self, optimizer: Any, value: _T) -> None:
+            """Declared for type checkers: an instance attribute may be set."""

@@ -32,6 +32,7 @@ class _ReprIsCall:
         return [(f.name, value) for f, value in every if value != f.default]
 
     def __repr__(self) -> str:
+        """The call of the constructor that makes an equal object."""
         shown = ", ".join(f"{name}={value!r}" for name, value in self._non_defaults())
         return f"{type(self).__name__}({shown})"
 

@@ -80,7 +80,8 @@ if TYPE_CHECKING:
     class _Anything(type):
         """A metaclass of which type checkers assume every attribute."""
 
-        def __getattr__(cls, name: str) -> Any: ...
+        def __getattr__(cls, name: str) -> Any:
+            """Declared for type checkers: any name."""
 
     class tl(metaclass=_Anything):
         """Declared for type checkers, which treat the language as untyped."""

@@ -190,6 +190,7 @@ class Rule:
                 )
 
     def _check_arguments(self) -> None:
+        """Raise ``TypeError`` for a function of the rule that takes another number of arguments."""
         takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), as the rule has reduce"
         if not self.reduces:
             takes = "(s, h) or (s, h, flags), as the rule has no reduce to sum anything up"

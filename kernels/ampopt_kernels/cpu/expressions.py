@@ -183,38 +183,49 @@ class _Expression:
     __le__, __ge__ = _operator("{0} <= {1}", torch.bool)
 
     def __eq__(self, other: Any) -> Any:
+        """A boolean variable: whether both are equal."""
         return _operation("{0} == {1}", self, other, dtype=torch.bool)
 
     def __ne__(self, other: Any) -> Any:
+        """A boolean variable: whether both differ."""
         return _operation("{0} != {1}", self, other, dtype=torch.bool)
 
     def __truediv__(self, other: Any) -> Any:
+        """The quotient; see :func:`_divide`."""
         return _divide(self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
+        """The quotient of a number by this; see :func:`_divide`."""
         return _divide(other, self)
 
     def __and__(self, other: Any) -> Any:
+        """A boolean variable: whether both hold."""
         return _logical("{0} & {1}", self, other)
 
     def __or__(self, other: Any) -> Any:
+        """A boolean variable: whether at least one holds."""
         return _logical("{0} | {1}", self, other)
 
     def __invert__(self) -> Any:
+        """A boolean variable: whether this does not hold."""
         return _logical("!{0}", self)
 
     def __neg__(self) -> Any:
+        """The negative value."""
         result = _operation("-{0}", self)
         result.whole = self.whole and f"-{self.whole}"
         return result
 
     def __pos__(self) -> Any:
+        """The expression itself."""
         return self
 
     def __abs__(self) -> Any:
+        """The absolute value."""
         return LANGUAGE.abs(self)
 
     def __bool__(self) -> bool:
+        """Raise ``TypeError``: no value is known when a rule is traced."""
         raise TypeError("a rule branches on a value; write tl.where(condition, a, b)")
 
     def to(self, dtype: torch.dtype) -> Any:

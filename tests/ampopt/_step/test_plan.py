@@ -1,6 +1,8 @@
 """A plan is reused by later steps, unless something that it depends on has changed."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -310,3 +312,21 @@ def test_a_step_keeps_no_gradient_alive(backend):
         optimizer.step()
         optimizer.zero_grad()
         assert len(storages) == 2 and all(storage.expired() for storage in storages)
+
+
+def test_a_removed_parameter_does_not_live_as_long_as_its_optimizer():
+    optimizer = ampopt.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
+
+    def step() -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones(2)
+        optimizer.step()
+
+    step()
+    param = optimizer.param_groups[0]["params"].pop()
+    del optimizer.state[param]
+    removed = weakref.ref(param)
+    del param
+    step()
+    gc.collect()
+    assert removed() is None
