@@ -26,7 +26,10 @@ KINDS: dict[str, tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "masters": (ampopt.AdamW, MIXED, {"master_weights": True}),
     "rounded stochastically": (ampopt.SGD, (BFLOAT16,), {"param_rounding": "stochastic"}),
     "half precision": (ampopt.Lion, (FLOAT32, BFLOAT16), {}),
+    "several scalar states": (ampopt.NAdam, (FLOAT32,), {}),
+    "states of 8 bits": (ampopt.AdamW, (FLOAT32,), {"state_bits": 8}),
     "sums": (ampopt.NovoGrad, (FLOAT32,), {}),
+    "norms of parameters": (ampopt.LAMB, (FLOAT32,), {}),
     "row and column statistics": (ampopt.Adafactor, (FLOAT32,), {}),
     "random numbers": (Langevin, (FLOAT32,), {}),
 }
