@@ -19,9 +19,12 @@ __all__ = [
     "INTERPRETED",
     "after_steps",
     "as_float32",
+    "chance",
     "div_rn",
     "exp2_linear",
     "float_bits",
+    "float_of",
+    "int_bits",
     "jit",
     "kernel",
     "log2_linear",
@@ -170,21 +173,37 @@ def float_bits(x):
 
 
 @jit
+def int_bits(x):
+    """The bits of ``x`` as float32: ``tl.int32``, so that sums wrap and ``>>`` keeps the sign."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@jit
+def float_of(bits):
+    """The float32 number that has the ``bits``, a block of int32: undoes :func:`int_bits`."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def chance(u, PLACES: tl.constexpr):
+    """``2**PLACES`` times the random number ``u``, in (0, 1), rounded down: int32."""
+    return (u * (1 << PLACES)).to(tl.int32)
+
+
+@jit
 def log2_linear(x):
     """The base-2 logarithm of ``x``, a positive float32, linear between powers of two.
 
     At ``(1 + f) * 2**n`` with ``f`` in [0, 1) it is ``n + f``, rounded once. All backends compute
     the same bits, and in fewer operations than ``tl.log2``. The bits of a float32 are this number.
     """
-    bits = float_bits(x).to(tl.int32, bitcast=True)
-    return ((bits - 0x3F800000).to(tl.float32) * 1.1920928955078125e-07).to(x.dtype)
+    return ((int_bits(x) - 0x3F800000).to(tl.float32) * 1.1920928955078125e-07).to(x.dtype)
 
 
 @jit
 def exp2_linear(y):
     """The inverse of :func:`log2_linear`, for ``y`` from -126 to 127."""
-    bits = (y.to(tl.float32) * 8388608.0).to(tl.int32) + 0x3F800000
-    return bits.to(tl.float32, bitcast=True).to(y.dtype)
+    return float_of((y.to(tl.float32) * 8388608.0).to(tl.int32) + 0x3F800000).to(y.dtype)
 
 
 @jit
@@ -200,8 +219,9 @@ def steps_above(x, u, LEAST: tl.constexpr, DROPPED: tl.constexpr):
         LEAST: the bits of the least number, an integer: a multiple of ``2**DROPPED``.
         DROPPED: how many of the lower bits of ``x`` are rounded, from 16 to 22.
     """
-    above = float_bits(x).to(tl.int32, bitcast=True) - LEAST
-    return ((above + (u * (1 << DROPPED)).to(tl.int32)) >> DROPPED).to(tl.float32)
+    # The lower bits of LEAST are 0, so that one operation adds it to the random number.
+    added = chance(u, DROPPED) | -LEAST
+    return ((int_bits(x) + added) >> DROPPED).to(tl.float32)
 
 
 @jit
@@ -213,7 +233,7 @@ def after_steps(n, LEAST: tl.constexpr, DROPPED: tl.constexpr):
         LEAST: as for :func:`steps_above`.
         DROPPED: as for :func:`steps_above`.
     """
-    return ((n.to(tl.int32) << DROPPED) + LEAST).to(tl.float32, bitcast=True)
+    return float_of((n.to(tl.int32) << DROPPED) + LEAST)
 
 
 @jit
@@ -223,11 +243,9 @@ def up_or_down(x, u):
     Rounded away from zero where ``u``, a uniform random number in (0, 1), is large enough that the
     result is ``x`` on average. Infinities and NaN stay.
     """
-    bits = float_bits(x)
-    chance = (u * 65536.0).to(tl.int32).to(tl.uint32)
+    bits = int_bits(x)
     finite = (bits & 0x7F800000) != 0x7F800000
-    rounded = tl.where(finite, bits + chance, bits) & 0xFFFF0000
-    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return tl.where(finite, float_of((bits + chance(u, 16)) & -65536), x)
 
 
 @jit

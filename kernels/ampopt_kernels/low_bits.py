@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampopt_kernels.language import float_bits, jit, tl
+from ampopt_kernels import torch_language
+from ampopt_kernels.language import chance, float_of, int_bits, jit, tl
 
 __all__ = [
-    "CPP",
     "LOW_BITS",
     "has_low_bits",
     "joined",
@@ -46,20 +46,21 @@ def joined(param, low, HALF: tl.constexpr):
         low: the low bits, int32.
         HALF: whether the parameter is float16; else it is bfloat16.
     """
-    bits = float_bits(param).to(tl.int32, bitcast=True)
+    bits = int_bits(param)
     if HALF:
         near = low.to(tl.float32) * 2.3283064365386963e-10
         # Up to 2**-13, a last place is always 2**-24.
         near = tl.where(bits < 0, param - near, param + near)
-        master = (bits + low * 32).to(tl.float32, bitcast=True)
-        return tl.where(tl.abs(param) < 0.0001220703125, near, master)
+        return tl.where(tl.abs(param) < 0.0001220703125, near, float_of(bits + low * 32))
     else:
-        return (bits + low * 256).to(tl.float32, bitcast=True)
+        return float_of(bits + low * 256)
 
 
 @jit
 def split(x, u, HALF: tl.constexpr):
-    """The parameter, as float32, and the low bits, int32, of the new master ``x``.
+    """The parameter, as float32, and the low bits of the new master ``x``.
+
+    The low bits are the last 8 of an int32, which a conversion to int8 keeps.
 
     Args:
         x: a block of float32.
@@ -67,12 +68,10 @@ def split(x, u, HALF: tl.constexpr):
         HALF: as for :func:`joined`.
     """
     x = x.to(tl.float32)
-    bits = float_bits(x).to(tl.int32, bitcast=True)
+    bits = int_bits(x)
     if HALF:
-        full = (bits + (u * 32.0).to(tl.int32)) & -32
+        full = (bits + chance(u, 5)) & -32
         top = (full + 0x1000) & -8192
-        low = (full - top) >> 5
-        param = top.to(tl.float32, bitcast=True)
         # Up to 2**-13, count steps of 2**-32.
         steps = tl.abs(x) * 4294967296.0
         whole = tl.floor(steps)
@@ -80,96 +79,32 @@ def split(x, u, HALF: tl.constexpr):
         places = tl.floor((whole + 128.0) * 0.00390625)
         near = places * 5.960464477539063e-08
         is_near = tl.abs(x) < 0.0001220703125
-        param = tl.where(is_near, tl.where(bits < 0, -near, near), param)
-        low = tl.where(is_near, (whole - places * 256.0).to(tl.int32), low)
+        param = tl.where(is_near, tl.where(bits < 0, -near, near), float_of(top))
+        low = tl.where(is_near, (whole - places * 256.0).to(tl.int32), (full - top) >> 5)
         fits = (tl.abs(x) < 65536.0) & (tl.abs(param) < 65536.0)
         return tl.where(fits, param, x * 65536.0), tl.where(fits, low, 0)
     else:
-        full = (bits + (u * 256.0).to(tl.int32)) & -256
-        top = (full + 0x8000) & -65536
+        # The parameter and the low bits are side by side in the bits of the master. Low bits of 128
+        # or more are below 0 as int8: they add 1 to the parameter.
         finite = (bits & 0x7F800000) != 0x7F800000
-        param = tl.where(finite, top.to(tl.float32, bitcast=True), x)
-        return param, tl.where(finite, (full - top) >> 8, 0)
+        full = bits + chance(u, 8)
+        param = tl.where(finite, float_of((full + 0x8000) & -65536), x)
+        return param, tl.where(finite, full >> 8, 0)
 
 
-CPP = """
-static inline float joined_bfloat16(float param, int32_t low) {
-    return number(bits(param) + uint32_t(low * 256));
-}
-
-static inline float joined_float16(float param, int32_t low) {
-    const float step = float(low) * 0x1p-32f;
-    const float near = bits(param) >> 31 ? param - step : param + step;
-    return math::fabs(param) < 0x1p-13f ? near : number(bits(param) + uint32_t(low * 32));
-}
-
-// ``chance`` is 2**16 times the random number. The bits of the parameter and the low bits are side
-// by side in those of the master: low bits of 128 or more, which count from above, add 1 to it.
-static inline uint16_t split_bfloat16(float x, uint32_t chance, int8_t& low) {
-    const bool finite = (bits(x) & 0x7F800000u) != 0x7F800000u;
-    const uint32_t full = bits(x) + (finite ? chance >> 8 : 0);
-    low = finite ? full >> 8 : 0;
-    return (full + (finite ? 0x8000u : 0)) >> 16;
-}
-
-static inline float split_float16(float x, uint32_t chance, int8_t& low) {
-    const uint32_t b = bits(x), full = (b + (chance >> 11)) & 0xFFFFFFE0u;
-    const uint32_t top = (full + 0x1000u) & 0xFFFFE000u;
-    const float size = math::fabs(x), steps = size * 0x1p32f;
-    float whole = math::floor(steps);
-    whole = whole + math::floor((steps - whole) + float(int32_t(chance)) * 0x1p-16f);
-    const float places = math::floor((whole + 128.0f) * 0x1p-8f), near = places * 0x1p-24f;
-    const bool is_near = size < 0x1p-13f;
-    const float param = is_near ? (b >> 31 ? -near : near) : number(top);
-    const bool fits = (size < 65536.0f) & (math::fabs(param) < 65536.0f);
-    low = !fits ? 0 : is_near ? int32_t(whole - places * 256.0f) : int32_t(full - top) >> 5;
-    return fits ? param : x * 65536.0f;
-}
-"""
-""":func:`joined` and :func:`split` in C++, for each dtype of parameters."""
-
-
-# --- on torch tensors -----------------------------------------------------------------------------
+_joined, _split = map(torch_language.bind, (joined, split))
 
 
 def master_of(param: Tensor, low: Tensor) -> Tensor:
-    """:func:`joined` in torch: the master of ``param``, float32, with the shape of both."""
-    value, low = param.to(torch.float32), low.to(torch.int32)
-    bits = value.view(torch.int32)
-    if param.dtype == torch.bfloat16:
-        return (bits + low * 256).view(torch.float32)
-    near = torch.copysign(low.to(torch.float32) * 2.0**-32, value)
-    near = value + torch.where(low < 0, -near, near)
-    return torch.where(value.abs() < 2.0**-13, near, (bits + low * 32).view(torch.float32))
+    """:func:`joined` on torch tensors: the master of ``param``, with the shape of both."""
+    return _joined(param.to(torch.float32), low.to(torch.int32), param.dtype == torch.float16)
 
 
 def split_master(master: Tensor, dtype: torch.dtype, u: Tensor | float) -> tuple[Tensor, Tensor]:
-    """:func:`split` in torch: the parameter of ``dtype``, and the low bits, int8."""
-    param, low = _split(master.to(torch.float32), dtype, u)
+    """:func:`split` on torch tensors: the parameter of ``dtype``, and the low bits, int8."""
+    u = torch.as_tensor(u, device=master.device)
+    param, low = _split(master.to(torch.float32), u, dtype == torch.float16)
     return param.to(dtype), low.to(LOW_BITS)
-
-
-def _split(x: Tensor, dtype: torch.dtype, u: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The parameter, float32, and the low bits, int32."""
-    bits, u = x.contiguous().view(torch.int32), torch.as_tensor(u, device=x.device)
-    if dtype == torch.bfloat16:
-        full = (bits + (u * 256.0).to(torch.int32)) & -256
-        top = (full + 0x8000) & -65536
-        finite = x.isfinite()
-        low = torch.where(finite, (full - top) >> 8, 0)
-        return torch.where(finite, top.view(torch.float32), x), low
-    full = (bits + (u * 32.0).to(torch.int32)) & -32
-    top = (full + 0x1000) & -8192
-    size = x.abs()
-    steps = size * 2.0**32
-    whole = steps.floor()
-    whole = whole + ((steps - whole) + u).floor()
-    places = ((whole + 128.0) * 2.0**-8).floor()
-    is_near = size < 2.0**-13
-    param = torch.where(is_near, torch.copysign(places * 2.0**-24, x), top.view(torch.float32))
-    low = torch.where(is_near, (whole - places * 256.0).to(torch.int32), (full - top) >> 5)
-    fits = (size < 65536.0) & (param.abs() < 65536.0)
-    return torch.where(fits, param, x * 65536.0), torch.where(fits, low, 0)
 
 
 def low_bits_of(param: Tensor, master: Tensor) -> Tensor:
@@ -178,8 +113,8 @@ def low_bits_of(param: Tensor, master: Tensor) -> Tensor:
     If ``param`` is not ``master`` rounded to nearest, they are the largest or the smallest.
     """
     value = param.to(torch.float32)
-    top, low = _split(master, param.dtype, 0.5)
-    low = torch.where(top == value, low, torch.where(master.abs() > value.abs(), 127, -128))
+    top, low = split_master(master, param.dtype, 0.5)
+    low = torch.where(top == param, low, torch.where(master.abs() > value.abs(), 127, -128))
     low = torch.where(value.isfinite() & (value != 0), low, low.clamp_min(0))
     return torch.where(value.isfinite(), low, 0).to(LOW_BITS)
 

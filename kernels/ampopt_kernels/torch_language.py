@@ -138,25 +138,14 @@ def _exp2_linear(y: Any) -> Any:
     return bits.view(float32).to(y.dtype)
 
 
-def _steps_above(x: Any, u: Any, least: int, dropped: int) -> Any:
-    """:func:`ampopt_kernels.language.steps_above`."""
-    above = x.view(int32) - least + (u * 2.0**dropped).to(int32)
-    return (above >> dropped).to(float32)
+def _int_bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of ``x`` as float32: int32."""
+    return x.to(float32).view(int32)
 
 
-def _after_steps(n: Any, least: int, dropped: int) -> Any:
-    """:func:`ampopt_kernels.language.after_steps`."""
-    return ((n.to(int32) << dropped) + least).view(float32)
-
-
-def _up_or_down(x: Any, u: Any) -> Any:
-    """``x`` stochastically rounded to bfloat16; see ``ampopt_kernels.language.up_or_down``."""
-    if not isinstance(x, torch.Tensor):
-        return _up_or_down(torch.tensor(x, dtype=float32, device="cpu"), u).item()
-    bits = _float_bits(x)
-    chance = (u * 65536.0).to(int64) if isinstance(u, torch.Tensor) else int(u * 65536)
-    up_or_down = ((bits + chance) & 0xFFFF0000).to(int32)  # wraps, as in uint32
-    return torch.where(x.isfinite(), up_or_down.view(float32), x)
+def _float_of(bits: torch.Tensor) -> torch.Tensor:
+    """The float32 number that has the ``bits``, int32."""
+    return bits.view(float32)
 
 
 def _maximum(a: Any, b: Any) -> Any:
@@ -178,17 +167,16 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 HELPERS = {
-    "after_steps": _after_steps,
     "as_float32": _as_float32,
     "div_rn": _div_rn,
     "exp2_linear": _exp2_linear,
     "float_bits": _float_bits,
+    "float_of": _float_of,
+    "int_bits": _int_bits,
     "log2_linear": _log2_linear,
     "maximum": _maximum,
     "minimum": _minimum,
     "sqrt_rn": sqrt,
-    "steps_above": _steps_above,
-    "up_or_down": _up_or_down,
 }
 """Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
 others."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.codecs import Codec, limits, pair_and_part
+from ampopt_kernels.codecs import BFLOAT16, Codec, limits, pair_and_part
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 
 __all__ = ["CODES", "CodedStates", "RandomBits", "loop"]
@@ -50,14 +50,17 @@ class RandomBits:
         self._before, self._place = before, place
         self._drawn: set[int] = set()
 
-    def part_of(self, state: int) -> tuple[str, int]:
-        """The arguments of ``uniform_part`` for the element ``j`` of a block.
+    def uniform(self, state: int, program: Program) -> Any:
+        """The random number of the element ``j`` of a block, by statements of ``program``.
 
         Args:
             state: the index of the state; -1 for a 24-bit master.
+            program: the program of a loop over the elements of a block.
         """
         pair, part = pair_and_part(state)
-        return f"random{pair}[j]", part
+        u = program.new(torch.float32, f"uniform_part(random{pair}[j], {part})", True)
+        u.chance = f"chance_part(random{pair}[j], {part}, {{}})"
+        return u
 
     def drawn_for(self, state: int) -> Iterator[str]:
         """Statements that draw the bits, unless they were drawn for another state."""
@@ -139,7 +142,7 @@ class CodedStates:
         if codec.dtype.is_floating_point:
             code = program.new(torch.float32, stored, True)
         else:
-            code = program.whole(stored, True)
+            code = program.new(torch.int32, stored, True).to(torch.float32)
         value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
         if codec.has_scales:
             scale = f"scale{i}" if codec.block >= self._block else f"s{i}[i / {codec.block}]"
@@ -164,7 +167,7 @@ class CodedStates:
             yield from self._scaled(size)
         for i, codec in self._codecs.items():
             yield from bits.drawn_for(i - 2)
-            yield from self._encoded(i, codec, *bits.part_of(i - 2))
+            yield from self._encoded(i, codec, bits)
 
     def _scaled(self, size: int) -> Iterator[str]:
         """Statements that store the scales of all states with blocks of ``size`` elements.
@@ -187,26 +190,21 @@ class CodedStates:
             yield f"s{i}[(block + first) / {size}] = scale_of(top{i}, r{i}[first / {size}]);"
         yield "}"
 
-    def _encoded(self, i: int, codec: Codec, bits: str, part: int) -> Iterator[str]:
+    def _encoded(self, i: int, codec: Codec, bits: RandomBits) -> Iterator[str]:
         """Statements that encode and store one state.
 
         Args:
             i: the index of its tensor.
             codec: its codec.
-            bits: see :meth:`RandomBits.part_of`.
-            part: likewise.
+            bits: random bits for each element.
         """
         size = codec.block if codec.has_scales else self._block
         program = Program(torch.float32)
         x = program.new(torch.float32, f"v{i}[j]", True)
         if codec.has_scales:
             x = program.new(torch.float32, f"{x.name} * reciprocal", True)
-        u = program.new(torch.float32, f"uniform_part({bits}, {part})", True)
-        u.chance = f"chance_part({bits}, {part}, {{}})"
-        code = torch_language.bind(codec.encode, LANGUAGE)(x, u)
-        store = CODES[codec.dtype].store
-        if codec.dtype == torch.bfloat16 and getattr(code, "is_bfloat16", False):
-            store = "as_bfloat16({})"
+        code = torch_language.bind(codec.encode, LANGUAGE)(x, bits.uniform(i - 2, program))
+        store = "as_bfloat16({})" if codec is BFLOAT16 else CODES[codec.dtype].store
         stored = whole(code) or store.format(cast(code, torch.float32))
         program.each.append(f"int32_t code = {stored};")
         if (range_ := limits(codec)) is not None:

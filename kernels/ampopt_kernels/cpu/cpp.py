@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampopt_kernels import codecs as small_states
-from ampopt_kernels import low_bits, places, random_numbers, stochastic, torch_language
+from ampopt_kernels import places, random_numbers, stochastic, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
 from ampopt_kernels.cpu.dtypes import DTYPES
@@ -104,11 +104,10 @@ def source_of(
     grad, *stored = (
         coded.decoded(i, program)
         if i in coded
-        else program.new(
-            compute, low.joined(i, DTYPES[dtype].load.format(_element(i, dtype))), True
-        )
+        else program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
         for i, dtype in enumerate(dtypes)
     )
+    param = low.joined(stored[0]) if low else stored[0]
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
     row_column_states, state = rule.row_column_states_for(flags), stored[1 : 1 + n_state]
     filled = coded.scales()
@@ -119,9 +118,9 @@ def source_of(
         program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
         filled.append(f"spread{i}.next(lesser(BLOCK, end - block), t{i});")
         state.append(program.new(compute, f"t{i}[i - block]", True))
-    given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
+    given = (param, grad * inverse * clip, tuple(state), tuple(rest), flags)
     preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(row_column_states)}"
-    preamble += low_bits.CPP * bool(low) + small_states.CPP * bool(coded)
+    preamble += small_states.CPP * bool(coded)
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
         terms = function(*given)

@@ -16,7 +16,7 @@ from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["C_TYPES", "LANGUAGE", "Program", "cast", "whole"]
 
-C_TYPES = {torch.bool: "bool"} | {
+C_TYPES = {torch.bool: "bool", torch.int32: "int32_t"} | {
     dtype: DTYPES[dtype].c_type for dtype in (torch.float32, torch.float64)
 }
 """The C++ types of variables."""
@@ -66,7 +66,7 @@ class Program:
         """Append a variable with the value of ``code``.
 
         Args:
-            dtype: its dtype: float32, float64 or bool.
+            dtype: its dtype: float32, float64, int32 or bool.
             code: a C++ expression.
             varies: whether each element has its own value.
         """
@@ -74,15 +74,6 @@ class Program:
         name = f"x{len(self.before) + len(self.each)}"
         to.append(f"const {C_TYPES[dtype]} {name} = {code};")
         return _Expression(self, name, dtype, varies)
-
-    def whole(self, code: str, varies: bool) -> "_Expression":
-        """Append a float32 variable with the value of ``code``, an ``int32_t``."""
-        to = self.each if varies else self.before
-        name = f"k{len(self.before) + len(self.each)}"
-        to.append(f"const int32_t {name} = {code};")
-        number = self.new(torch.float32, f"(float){name}", varies)
-        number.whole = name
-        return number
 
 
 def cast(x: Any, dtype: torch.dtype) -> str:
@@ -96,7 +87,7 @@ def cast(x: Any, dtype: torch.dtype) -> str:
 def whole(x: Any) -> str:
     """Return C++ for the number ``x``, ``int32_t``; empty if none is known."""
     if isinstance(x, _Expression):
-        return x.whole
+        return x.name if x.dtype == torch.int32 else x.whole
     return str(int(x)) if float(x).is_integer() and abs(x) < 1 << 31 else ""
 
 
@@ -125,6 +116,8 @@ def _operation(
     values = [x.dtype for x in expressions if x.varies]
     if any(x.dtype == torch.bool for x in expressions):
         raise TypeError("a rule computes with a truth value; write tl.where(condition, a, b)")
+    if dtype is None and _integers(*operands):
+        raise TypeError("a rule divides or negates int32; convert it by x.to(tl.float32)")
     common = arithmetic(*values) if values else torch.float64
     integers = [*map(whole, operands)] if dtype == torch.bool else [""]
     filled = integers if all(integers) else [cast(x, common) for x in operands]
@@ -135,20 +128,41 @@ def _operation(
 
 
 def _logical(template: str, *operands: Any) -> Any:
-    """Return a new boolean variable: ``template`` filled with boolean expressions."""
+    """Return a new boolean variable: ``template`` filled with boolean expressions.
+
+    Or an int32 variable, if the operands are of int32.
+    """
     expressions = [x for x in operands if isinstance(x, _Expression)]
+    if _integers(*operands):
+        return _of_integers(template, *operands)
     if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
         raise TypeError("a rule applies &, | or ~ to a number; write a comparison, such as x != 0")
     code = template.format(*(x.name for x in expressions))
     return expressions[0].program.new(torch.bool, code, any(x.varies for x in expressions))
 
 
+def _integers(*operands: Any) -> bool:
+    """Whether ``operands`` are expressions of int32, one at least, and Python integers."""
+    dtypes = {x.dtype if isinstance(x, _Expression) else type(x) for x in operands}
+    return torch.int32 in dtypes and dtypes <= {torch.int32, int}
+
+
+def _of_integers(template: str, *operands: Any) -> Any:
+    """Return a new int32 variable: ``template`` filled with ``operands``; see :func:`_integers`."""
+    first, *_ = expressions = [x for x in operands if isinstance(x, _Expression)]
+    code = template.format(*map(whole, operands))
+    return first.program.new(torch.int32, code, any(x.varies for x in expressions))
+
+
 def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Return the method of a binary operator and its reflected method."""
-    return (
-        lambda self, other: _operation(template, self, other, dtype=dtype),
-        lambda self, other: _operation(template, other, self, dtype=dtype),
-    )
+
+    def operation(x: Any, y: Any) -> Any:
+        if dtype is None and _integers(x, y):  # in C++, sums of uint32_t wrap, and of int32_t not
+            return _of_integers(template.replace("{0}", "uint32_t({0})"), x, y)
+        return _operation(template, x, y, dtype=dtype)
+
+    return operation, lambda self, other: operation(other, self)
 
 
 @dataclass(eq=False)
@@ -158,13 +172,12 @@ class _Expression:
     Attributes:
         program: the program that declares it.
         name: its name in C++.
-        dtype: float32, float64 or bool.
+        dtype: float32, float64, int32 or bool.
         varies: whether each element has its own value; else it is a Python number for the rule.
         used: whether another statement reads it.
         chance: a format of C++ for a random number times a power of two, 16 or more, ``uint32_t``,
             where it takes fewer operations than the number itself.
         whole: C++ for the same number, ``int32_t``, if it is known to be whole.
-        is_bfloat16: whether its values are known to be NaN or numbers that bfloat16 holds.
     """
 
     program: Program
@@ -174,7 +187,6 @@ class _Expression:
     used: bool = False
     chance: str = ""
     whole: str = ""
-    is_bfloat16: bool = False
 
     __add__, __radd__ = _operator("{0} + {1}")
     __sub__, __rsub__ = _operator("{0} - {1}")
@@ -206,6 +218,12 @@ class _Expression:
         """A boolean variable: whether at least one holds."""
         return _logical("{0} | {1}", self, other)
 
+    def __lshift__(self, places: int) -> Any:
+        return _of_integers("uint32_t({0}) << {1}", self, places)
+
+    def __rshift__(self, places: int) -> Any:
+        return _of_integers("{0} >> {1}", self, places)
+
     def __invert__(self) -> Any:
         """A boolean variable: whether this does not hold."""
         return _logical("!{0}", self)
@@ -229,13 +247,19 @@ class _Expression:
         raise TypeError("a rule branches on a value; write tl.where(condition, a, b)")
 
     def to(self, dtype: torch.dtype) -> Any:
-        """Convert the values of elements to float32 or float64."""
+        """Convert the values of elements to float32, float64 or int32, rounded towards 0."""
         if not self.varies or self.dtype == torch.bool or dtype not in C_TYPES:
             raise TypeError(
                 f"a rule converts a number or a comparison, or to {dtype}; only values of elements "
-                "can be converted, to float32 or float64"
+                "can be converted, to float32, float64 or int32"
             )
-        return self.program.new(dtype, cast(self, dtype), True)
+        if dtype == self.dtype:
+            return self
+        if dtype == torch.int32 and self.whole:
+            return self.program.new(dtype, self.whole, True)
+        result = self.program.new(dtype, cast(self, dtype), True)
+        result.whole = self.name if self.dtype == torch.int32 else ""
+        return result
 
 
 # --- the language --------------------------------------------------------------------------------
@@ -264,6 +288,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     varies = condition.varies or bool(values)
     number = program.compute if varies else torch.float64
     dtype = arithmetic(*values) if values else number
+    dtype = torch.int32 if _integers(a, b) else dtype
     result = program.new(dtype, f"{condition.name} ? {cast(a, dtype)} : {cast(b, dtype)}", varies)
     if (whole_a := whole(a)) and (whole_b := whole(b)):
         result.whole = f"({condition.name} ? {whole_a} : {whole_b})"
@@ -344,34 +369,22 @@ def _abs(x: Any) -> Any:
     return result
 
 
-def _steps_above(x: Any, u: Any, least: int, dropped: int) -> Any:
-    """:func:`ampopt_kernels.language.steps_above`."""
-    # The lower bits of ``least`` are 0, so that one operation adds it to the random number.
-    added = f"({_chance(u, dropped)} | {-least & 0xFFFFFFFF}u)"
-    return x.program.whole(f"int32_t(bits({cast(x, torch.float32)}) + {added}) >> {dropped}", True)
+def _int_bits(x: "_Expression") -> "_Expression":
+    """The bits of ``x`` as float32: int32."""
+    return x.program.new(torch.int32, f"bits({cast(x, torch.float32)})", x.varies)
 
 
-def _after_steps(n: Any, least: int, dropped: int) -> Any:
-    """:func:`ampopt_kernels.language.after_steps`."""
-    steps = n.whole or f"int32_t({cast(n, torch.float32)})"
-    return n.program.new(n.dtype, f"number(({steps} << {dropped}) + {least})", n.varies)
+def _float_of(bits: "_Expression") -> "_Expression":
+    """The float32 number that has the ``bits``."""
+    return bits.program.new(torch.float32, f"number({bits.name})", bits.varies)
 
 
-def _chance(u: Any, places: int) -> str:
-    """C++ for 2**places times the random number ``u``, ``uint32_t``."""
-    if chance := getattr(u, "chance", ""):
-        return chance.format(places)
-    return f"uint32_t(int32_t({cast(u, torch.float32)} * 0x1p{places}f))"
-
-
-def _up_or_down(x: Any, u: Any) -> Any:
-    """``x`` rounded stochastically to bfloat16."""
-    if not isinstance(x, _Expression):
-        return torch_language.HELPERS["up_or_down"](x, u)
-    code = f"up_or_down({cast(x, torch.float32)}, {_chance(u, 16)})"
-    result = x.program.new(x.dtype, code, x.varies)
-    result.is_bfloat16 = True
-    return result
+def _chance(u: "_Expression", places: int) -> "_Expression":
+    """2**places times the random number ``u``: int32."""
+    if not u.chance:
+        return (u * 2.0**places).to(torch.int32)
+    code = u.chance.format(max(places, 16))
+    return u.program.new(torch.int32, f"{code} >> {max(16 - places, 0)}", u.varies)
 
 
 _EXACT = {
@@ -404,13 +417,13 @@ class _Language:
         for name, template in _INEXACT.items():
             setattr(self, name, _function(name, template, exact=False))
         self.HELPERS = {
-            "after_steps": _after_steps,
             "as_float32": _as_float32,
+            "chance": _chance,
             "div_rn": _div_rn,
             "exp2_linear": _of_float32("exp2_linear"),
+            "float_of": _float_of,
+            "int_bits": _int_bits,
             "log2_linear": _of_float32("log2_linear"),
-            "steps_above": _steps_above,
-            "up_or_down": _up_or_down,
             "maximum": _extreme("maximum", ">"),
             "minimum": _extreme("minimum", "<"),
             "rand": _rand,

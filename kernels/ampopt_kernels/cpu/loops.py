@@ -61,11 +61,6 @@ static inline float log2_linear(float x) {
 static inline float exp2_linear(float y) {
     return number(uint32_t(int32_t(y * 0x1p23f) + 0x3F800000));
 }
-// ``chance`` is 2**16 times the random number.
-static inline float up_or_down(float x, uint32_t chance) {
-    const uint32_t b = bits(x), up = (b + chance) & 0xFFFF0000u;
-    return (b & 0x7F800000u) == 0x7F800000u ? x : number(up);
-}
 
 static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
 

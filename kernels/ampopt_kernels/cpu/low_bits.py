@@ -4,13 +4,15 @@ The loop that runs a rule leaves the new masters in an array; a loop after it sp
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.codecs import RandomBits, loop
 from ampopt_kernels.cpu.dtypes import CDtype
-from ampopt_kernels.cpu.expressions import Program
-from ampopt_kernels.low_bits import LOW_BITS
+from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
+from ampopt_kernels.low_bits import LOW_BITS, joined, split
 
 __all__ = ["LowBits"]
 
@@ -26,30 +28,26 @@ class LowBits:
             dtypes: the dtypes of all tensors.
             place: the index of the low bits among them, if there are any.
         """
-        self._place, self._before = place, program.before
+        self._place, self._program = place, program
         self._exist = len(dtypes) > place and dtypes[place] == LOW_BITS
-        self._of = "float16" if dtypes[1] == torch.float16 else "bfloat16"
+        self._half = dtypes[1] == torch.float16
         if self._exist:
-            self._before.append(f"int8_t* __restrict t{place} = (int8_t*)tensors[{place}];")
+            program.before.append(f"int8_t* __restrict t{place} = (int8_t*)tensors[{place}];")
 
     def __bool__(self) -> bool:
         """Whether there are low bits."""
         return self._exist
 
-    def joined(self, i: int, value: str) -> str:
-        """The C++ expression of an element of tensor ``i``: of the parameter, its master.
-
-        Args:
-            i: index of the tensor.
-            value: the C++ expression of what it stores, as a float.
-        """
-        if i != 1 or not self._exist:
-            return value
-        return f"joined_{self._of}({value}, t{self._place}[i])"
+    def joined(self, param: Any) -> Any:
+        """The master of which ``param`` is an element of the parameter, an expression."""
+        program = self._program
+        low = program.new(torch.int32, f"t{self._place}[i]", True)
+        master = torch_language.bind(joined, LANGUAGE)(param.to(torch.float32), low, self._half)
+        return master.to(program.compute)
 
     def stored(self, value: str) -> str:
         """The statement that leaves ``value``, the new master of element ``i``, in an array."""
-        self._before.append("float masters[BLOCK];")
+        self._program.before.append("float masters[BLOCK];")
         return f"masters[i - block] = {value};"
 
     def split(self, bits: RandomBits, dtype: CDtype) -> Iterator[str]:
@@ -60,13 +58,17 @@ class LowBits:
             dtype: how C++ stores the parameter.
         """
         yield from bits.drawn_for(-1)
-        random, part = bits.part_of(-1)
-        split = f"split_{self._of}(masters[j], chance_part({random}, {part}, 16), low)"
-        each = [
-            "int8_t low;",
-            f"{'w1[j]' if dtype.by_block else 't1[block + j]'} = {split};",
-            f"t{self._place}[block + j] = low;",
-        ]
-        yield loop("0", "size", each)
+        program = Program(torch.float32)
+        master = program.new(torch.float32, "masters[j]", True)
+        u = bits.uniform(-1, program)
+        param, low = torch_language.bind(split, LANGUAGE)(master, u, self._half)
+        stored = cast(param, torch.float32)
+        if dtype.by_block:
+            program.each.append(f"w1[j] = {stored};")
+        else:
+            # These are all bits of the parameter that are set; of a NaN, enough are.
+            program.each.append(f"t1[block + j] = bits({stored}) >> 16;")
+        program.each.append(f"t{self._place}[block + j] = {whole(low)};")
+        yield loop("0", "size", program.each)
         if dtype.by_block:
             yield "narrow(w1, size, t1 + block);"

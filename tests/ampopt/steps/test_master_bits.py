@@ -1,4 +1,4 @@
-"""``master_bits=24``: rounding, steps, gradients, clipping and checkpoints."""
+"""``master_bits=24``: steps, gradients, clipping and checkpoints."""
 
 import copy
 import io
@@ -13,7 +13,6 @@ from support.optimizers import BEYOND_TORCH, BY_RULE
 
 import ampopt
 from ampopt.testing.bits import bits
-from ampopt_kernels.low_bits import low_bits_of, master_of, split_master
 
 HALF = st.sampled_from([torch.float16, torch.bfloat16])
 BFLOAT16: Any = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
@@ -60,51 +59,6 @@ def everything(optimizer):
 
 def masters_of(optimizer):
     return [full.detach().clone() for full in optimizer.master_params()]
-
-
-# --- the 24 bits ----------------------------------------------------------------------------------
-
-
-@given(HALF, st.lists(st.floats(width=32), min_size=1), st.integers(0, 2**15 - 1))
-def test_24_bits_hold_a_float32_within_their_last_place(dtype, numbers, drawn):
-    x = torch.tensor(numbers, dtype=torch.float32)
-    u = torch.tensor((drawn + 0.5) / 2**15)
-    param, low = split_master(x, dtype, u)
-    master = master_of(param, low)
-    fits = param.isfinite() & x.isfinite()
-    smallest = 2.0**-32 if dtype == torch.float16 else 2.0**-141
-    allowed = torch.maximum(x.abs() * 2**-14.9, torch.tensor(smallest))
-    assert ((master - x).abs() <= allowed)[fits].all()
-    nearest = master.to(dtype)
-    tie = low == -128
-    assert torch.equal(param[fits & ~tie], nearest[fits & ~tie])
-    again = split_master(master, dtype, u)
-    assert torch.equal(again[0][fits], param[fits]) and torch.equal(again[1][fits], low[fits])
-    # Beyond the range of the parameter, it is what a float32 master would round to.
-    rounded = x.to(dtype)
-    out = ~fits & ~x.isnan()
-    assert (param.isinf() & ((param > 0) == (x > 0)))[out].all() and param[x.isnan()].isnan().all()
-    assert (rounded.isinf() | (x.abs() > 65500))[out].all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("x", [1.2345678, -3e-6, 2.0**-13 - 2.0**-34, 1e-4])
-def test_rounding_has_no_bias(dtype, x):
-    u = (torch.arange(2.0**15) + 0.5) / 2**15  # every random number
-    full = torch.full_like(u, x)
-    rounded = master_of(*split_master(full, dtype, u)).double()
-    step = (rounded.max() - rounded.min()).item()
-    assert abs(rounded.mean().item() - full[0].item()) <= step * 2**-14
-    assert len(rounded.unique()) <= 2
-
-
-def test_low_bits_of_a_float32_master_leave_its_rounded_value_alone():
-    for dtype in (torch.float16, torch.bfloat16):
-        master = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)) / 8
-        master[:256] = torch.arange(256) / 2**15 + 1  # ties among them
-        param = master.to(dtype)
-        error = (master_of(param, low_bits_of(param, master)) - master).abs()
-        assert (error <= master.abs() * 2**-14.9 + 2**-32).all()
 
 
 # --- which parameters, and how many bytes ---------------------------------------------------------
