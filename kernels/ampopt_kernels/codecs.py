@@ -21,8 +21,8 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import (
     after_steps,
-    exp2_linear,
-    float_bits,
+    chance,
+    float_of,
     jit,
     steps_above,
     tl,
@@ -32,7 +32,6 @@ from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_par
 
 __all__ = [
     "BFLOAT16",
-    "CPP",
     "NON_NEGATIVE",
     "SIGNED",
     "WIDE",
@@ -209,7 +208,7 @@ NON_NEGATIVE = Codec(_encode_non_negative, _decode_non_negative, torch.uint8)
 @jit
 def _encode_bfloat16(x, u):
     """``x`` stochastically rounded to a number that bfloat16 holds."""
-    return up_or_down(x, u)
+    return up_or_down(x, chance(u, 16))
 
 
 @jit
@@ -227,23 +226,12 @@ def scale_of(largest):
     """The scale of a block, and its reciprocal: powers of two. NaN if an element is NaN.
 
     Args:
-        largest: the largest magnitude of the block, float32, 0 or more; NaN if an element is NaN.
+        largest: the bits of the largest magnitude of the block, int32; of a NaN if an element is.
     """
-    exponent = ((float_bits(largest) >> 23) & 255).to(tl.float32) - 126.0
-    exponent = tl.where(exponent < 126, exponent, 126.0)  # so that the reciprocal is a number
-    scale = tl.where(largest == largest, exp2_linear(exponent), largest)
-    return scale, exp2_linear(-exponent)
-
-
-CPP = """
-// ``largest`` has the bits of a number.
-static inline float scale_of(int32_t largest, float& reciprocal) {
-    const int32_t own = largest & 0x7F800000, exponent = own < 0x7E000000 ? own : 0x7E000000;
-    reciprocal = number(0x7E800000 - exponent);
-    return number(largest > 0x7F800000 ? largest : exponent + 0x00800000);
-}
-"""
-""":func:`scale_of` in C++, from the bits of the largest magnitude."""
+    exponent = largest & 0x7F800000
+    exponent = tl.where(exponent < 0x7E000000, exponent, 0x7E000000)  # the reciprocal is a number
+    scale = tl.where(largest > 0x7F800000, largest, exponent + 0x00800000)
+    return float_of(scale), float_of(0x7E800000 - exponent)
 
 
 # --- on torch tensors -----------------------------------------------------------------------------
@@ -298,7 +286,7 @@ def encoded(values: Tensor, codec: Codec, u: Tensor | float) -> tuple[Tensor, Te
         bits = x.abs().view(torch.int32)  # the integers are in the order of the numbers, NaN last
         padding = -x.numel() % codec.block
         blocks = torch.nn.functional.pad(bits, (0, padding)).view(-1, codec.block)
-        scales, reciprocals = _scale_of(blocks.amax(1).view(torch.float32))
+        scales, reciprocals = _scale_of(blocks.amax(1))
         x = x * _spread(reciprocals, codec, x.numel())
     code = codec.torch_encode(x, torch.as_tensor(u, dtype=torch.float32, device=x.device))
     if (range_ := limits(codec)) is not None:

@@ -237,15 +237,15 @@ def after_steps(n, LEAST: tl.constexpr, DROPPED: tl.constexpr):
 
 
 @jit
-def up_or_down(x, u):
+def up_or_down(x, chance):
     """``x``, a float32, stochastically rounded to a number that bfloat16 holds.
 
-    Rounded away from zero where ``u``, a uniform random number in (0, 1), is large enough that the
-    result is ``x`` on average. Infinities and NaN stay.
+    Rounded away from zero where ``chance``, a random int32 from 0 to 65535, is large enough that
+    the result is ``x`` on average. Infinities and NaN stay.
     """
     bits = int_bits(x)
     finite = (bits & 0x7F800000) != 0x7F800000
-    return tl.where(finite, float_of((bits + chance(u, 16)) & -65536), x)
+    return tl.where(finite, float_of((bits + chance) & -65536), x)
 
 
 @jit

@@ -85,10 +85,11 @@ def split(x, u, HALF: tl.constexpr):
         return tl.where(fits, param, x * 65536.0), tl.where(fits, low, 0)
     else:
         # The parameter and the low bits are side by side in the bits of the master. Low bits of 128
-        # or more are below 0 as int8: they add 1 to the parameter.
+        # or more are below 0 as int8: they add 1 to the parameter. The upper half of a NaN that
+        # arithmetic returned is NaN.
         finite = (bits & 0x7F800000) != 0x7F800000
         full = bits + chance(u, 8)
-        param = tl.where(finite, float_of((full + 0x8000) & -65536), x)
+        param = float_of(tl.where(finite, full + 0x8000, bits) & -65536)
         return param, tl.where(finite, full >> 8, 0)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.codecs import BFLOAT16, Codec, limits, pair_and_part
+from ampopt_kernels.codecs import BFLOAT16, Codec, limits, pair_and_part, scale_of
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 
 __all__ = ["CODES", "CodedStates", "RandomBits", "loop"]
@@ -186,8 +186,13 @@ class CodedStates:
         yield f"int32_t {', '.join(f'top{i} = 0' for i in states)};"
         clause = f" reduction(max:{', '.join(f'top{i}' for i in states)})"
         yield loop("first", f"first + {size}", each, clause)
+        program = Program(torch.float32)
         for i in states:
-            yield f"s{i}[(block + first) / {size}] = scale_of(top{i}, r{i}[first / {size}]);"
+            largest = program.new(torch.int32, f"top{i}", True)
+            scale, reciprocal = torch_language.bind(scale_of, LANGUAGE)(largest)
+            program.each.append(f"s{i}[(block + first) / {size}] = {scale.name};")
+            program.each.append(f"r{i}[first / {size}] = {reciprocal.name};")
+        yield from program.each
         yield "}"
 
     def _encoded(self, i: int, codec: Codec, bits: RandomBits) -> Iterator[str]:

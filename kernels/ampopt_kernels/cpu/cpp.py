@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import codecs as small_states
-from ampopt_kernels import places, random_numbers, stochastic, torch_language
+from ampopt_kernels import places, random_numbers, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
 from ampopt_kernels.cpu.dtypes import DTYPES
@@ -32,6 +31,7 @@ from ampopt_kernels.cpu.loops import (
 )
 from ampopt_kernels.cpu.low_bits import LowBits
 from ampopt_kernels.cpu.sums import BLOCK, PART
+from ampopt_kernels.language import up_or_down
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
@@ -120,7 +120,6 @@ def source_of(
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (param, grad * inverse * clip, tuple(state), tuple(rest), flags)
     preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(row_column_states)}"
-    preamble += small_states.CPP * bool(coded)
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
         terms = function(*given)
@@ -152,9 +151,12 @@ def source_of(
     if keyed:
         program.before.append(f"const uint64_t key = h[{width + 1}];")
     if rounds_stochastically:
-        preamble += stochastic.CPP
-        value = cast(param, torch.float32)
-        program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
+        chance = f"random_bits({program.place}, key, key >> 32) >> 16"
+        new_param = program.new(torch.float32, cast(param, torch.float32), True)
+        rounded = torch_language.bind(up_or_down, LANGUAGE)(
+            new_param, program.new(torch.int32, chance, True)
+        )
+        program.each.append(f"t1[i] = as_bfloat16({rounded.name});")
     written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
     bits = RandomBits(program.before, program.place)
     if low:

@@ -66,7 +66,7 @@ class LowBits:
         if dtype.by_block:
             program.each.append(f"w1[j] = {stored};")
         else:
-            # These are all bits of the parameter that are set; of a NaN, enough are.
+            # All lower bits are 0.
             program.each.append(f"t1[block + j] = bits({stored}) >> 16;")
         program.each.append(f"t{self._place}[block + j] = {whole(low)};")
         yield loop("0", "size", program.each)

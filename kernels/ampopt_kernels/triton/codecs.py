@@ -152,8 +152,7 @@ def store_codes(
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         if MASKED:
             bits = tl.where(live, bits, 0)
-        largest = tl.max(tl.reshape(bits, (N, SIZE)), 1).to(tl.float32, bitcast=True)
-        scale, reciprocal = scale_of(largest)
+        scale, reciprocal = scale_of(tl.max(tl.reshape(bits, (N, SIZE)), 1))
         x = x * _spread(reciprocal, N, SIZE)
         # The thread that has the first element of a block stores its scale. A store of N scales
         # would exchange them between threads, through shared memory and barriers.

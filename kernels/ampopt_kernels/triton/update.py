@@ -290,9 +290,8 @@ def _update_block(
 def _rounded(x, position, key, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """``x`` rounded to ``DTYPE``, to nearest or stochastically."""
     if STOCHASTIC:
-        return rounded_stochastically(x, position, key)
-    else:
-        return rounded(x, DTYPE)
+        x = rounded_stochastically(x, position, key)
+    return rounded(x, DTYPE)
 
 
 @jit
