@@ -93,11 +93,19 @@ def step_by(
 ) -> Any:
     """Take one step on ``gradients`` multiplied by ``scale``, and return its result.
 
-    ``way`` is a key of :data:`WAYS`, or ``None`` for ``step()``.
+    ``way`` is a key of :data:`WAYS`, or ``None`` for ``step()``. Raises ``AssertionError`` if a
+    parameter no longer requires gradients.
     """
     set_gradients(trained.params, gradients, 1.0 if scale is None else float(scale))
     with trained.at_work():
-        return trained.optimizer.step() if way is None else WAYS[way](trained.optimizer, scale)
+        optimizer = trained.optimizer
+        result = optimizer.step() if way is None else WAYS[way](optimizer, scale)
+    off = [i for i, p in enumerate(trained.params) if not p.requires_grad]
+    assert not off, (
+        f"after the step, parameters {off} have requires_grad=False: the next backward pass would "
+        "compute no gradients for them"
+    )
+    return result
 
 
 def train(

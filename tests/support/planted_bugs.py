@@ -381,6 +381,15 @@ class SharedCount(Plain):
                 p.sub_(p.grad / count["count"])
 
 
+@planted("turns off ``requires_grad`` to write to parameters, and not on again", "no_scale_is_step")
+class TurnsOffGradients(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.requires_grad_(False).sub_(group["lr"] * p.grad)
+
+
 @planted("moves parameters by momentum without a gradient", "parameters_without_gradients_stay")
 class MovesOn(Plain):
     def update(self):
