@@ -47,7 +47,7 @@ static const bool FETCHES = true;
 #endif
 template <typename T> static inline void fetch(const T* block, bool always = false) {
     if (!FETCHES && !always) return;
-    constexpr int64_t AHEAD = 16 * BLOCK, LINE = 64 / sizeof(T);
+    constexpr int64_t AHEAD = BLOCK < 128 ? 16 * BLOCK : 2048, LINE = 64 / sizeof(T);
     for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
 }
 
@@ -161,18 +161,18 @@ template <typename T> struct Spread {
 
 BLOCKS = """
     for (int64_t block = start; block < end; block += BLOCK) {{
+        const int64_t size = lesser(BLOCK, end - block);
         {fetched}
-        const int64_t stop = lesser(block + BLOCK, end);
         #pragma omp simd
-        for (int64_t i = block; i < stop; ++i) {{
+        for (int64_t i = block; i < block + size; ++i) {{
             {each}
         }}
         {after}
     }}
 """
 
-# Whole blocks, and then the rest, are separate loops: those of a constant number of elements are
-# faster.
+# Where blocks have further loops before or after that over elements, whole blocks and the rest are
+# separate: loops of a constant number of elements are faster.
 WHOLE_BLOCKS = """
     int64_t block = start;
     for (; block + BLOCK <= end; block += BLOCK) {{
@@ -322,8 +322,8 @@ __attribute__((noinline)) static void sum_bands(
     double terms[N_TERMS][BLOCK];
     int64_t row = start / n % m, column = 0;
     for (int64_t block = start; block < end; block += BLOCK) {{
-        {fetched}
         const int64_t size = lesser(BLOCK, end - block);
+        {fetched}
         #pragma omp simd
         for (int64_t j = 0; j < size; ++j) {{
             const int64_t i = block + j;

@@ -128,11 +128,6 @@ static inline void convert(const Vector& magnitudes, N (&numbers)[lanes]) {
     for (int64_t lane = 0; lane < lanes; ++lane) numbers[lane] = number(magnitudes[lane]);
 }
 
-struct Measures {
-    int64_t overflowed, used, kept;
-    double largest, squares;
-};
-
 // Bytes of a vector. Vectors wider than the processor's may be processed number by number.
 #if defined(__AVX512BW__)
 constexpr int64_t VECTOR = 64;
@@ -141,29 +136,37 @@ constexpr int64_t VECTOR = 32;
 #else
 constexpr int64_t VECTOR = 16;
 #endif
+template <typename T> struct Vectors {
+    static constexpr int64_t LANES = VECTOR / sizeof(T);
+    typedef T Vector __attribute__((vector_size(VECTOR)));
+};
 
-// Measures one part. Unscaled, magnitudes of at least bounds[0] are not 0, those of at least
-// bounds[1] would not flush to 0 in float16, and those of at least bounds[2] are not finite. The
-// sum of squares includes the magnitudes that are not finite.
+// x * x + y, rounded twice, or once where that is faster and the same: the square of a float has at
+// most 48 bits.
+static inline double square_and(double x, double y, bool of_float) {
+#if defined(FP_FAST_FMA)
+    if (of_float) return std::fma(x, x, y);
+#endif
+    return x * x + y;
+}
+
+// The sum of the squares of one part, whose magnitudes ``each`` is given in vectors.
 //
 // Squares are added as the eager backend adds them: the second half is added to the first half
 // until one number is left; a part that is too short is padded with zeros. Vectors are written out,
 // three halvings are done at a time, and the next part is prefetched, so that only memory bandwidth
 // limits the loop.
-template <typename T, auto number>
-Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
-    constexpr int64_t LANES = VECTOR / sizeof(T);
-    typedef T Vector __attribute__((vector_size(VECTOR)));
-    const T used = bounds[0], kept = bounds[1], infinite = bounds[2];
-    const T* x = static_cast<const T*>(tensor) + part.start;
+template <typename T, auto number, typename Each>
+static inline double squares(const T* x, int64_t size, const Each& each) {
+    using Vector = typename Vectors<T>::Vector;
+    constexpr int64_t LANES = Vectors<T>::LANES;
     int64_t eighth = LANES;
-    while (8 * eighth < part.size) eighth *= 2;
+    while (8 * eighth < size) eighth *= 2;
     T padded[PART];
-    if (part.size < 8 * eighth) {
-        std::fill(std::copy_n(x, part.size, padded), padded + 8 * eighth, 0);
+    if (size < 8 * eighth) {
+        std::fill(std::copy_n(x, size, padded), padded + 8 * eighth, 0);
         x = padded;
     }
-    Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
     double sums[PART / 8];
     for (int64_t i = 0; i < eighth; i += LANES) {
         decltype(number(0)) numbers[8][LANES];
@@ -173,25 +176,45 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
             Vector values;
             std::memcpy(&values, from, VECTOR);
             values &= std::numeric_limits<T>::max();  // without the sign
-            largest = values > largest ? values : largest;
-            nonzero = values >= used ? nonzero + 1 : nonzero;
-            above = values >= kept ? above + 1 : above;
+            each(values);
             convert<T, number>(values, numbers[k]);
         }
         for (int64_t lane = 0; lane < LANES; ++lane) {
-            const auto square = [&](int k) {
-                const double magnitude = numbers[k][lane];
-                return magnitude * magnitude;
+            constexpr bool of_float = sizeof(T) < sizeof(double);
+            const auto pair = [&](int k) {
+                const double a = numbers[k][lane], b = numbers[k + 4][lane];
+                return square_and(a, b * b, of_float);
             };
-            const double even = (square(0) + square(4)) + (square(2) + square(6));
-            sums[i + lane] = even + ((square(1) + square(5)) + (square(3) + square(7)));
+            sums[i + lane] = (pair(0) + pair(2)) + (pair(1) + pair(3));
         }
     }
     while (eighth /= 2)
         for (int64_t i = 0; i < eighth; ++i) sums[i] += sums[eighth + i];
+    return sums[0];
+}
+
+struct Measures {
+    int64_t overflowed, used, kept;
+    double largest, squares;
+};
+
+// Measures one part. Unscaled, magnitudes of at least bounds[0] are not 0, those of at least
+// bounds[1] would not flush to 0 in float16, and those of at least bounds[2] are not finite. The
+// sum of squares includes the magnitudes that are not finite.
+template <typename T, auto number>
+Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
+    using Vector = typename Vectors<T>::Vector;
+    const T used = bounds[0], kept = bounds[1], infinite = bounds[2];
+    const T* x = static_cast<const T*>(tensor) + part.start;
+    Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
     Measures found = {};
+    found.squares = squares<T, number>(x, part.size, [&](const Vector& values) {
+        largest = values > largest ? values : largest;
+        nonzero = values >= used ? nonzero + 1 : nonzero;
+        above = values >= kept ? above + 1 : above;
+    });
     T most = 0;
-    for (int64_t lane = 0; lane < LANES; ++lane) {
+    for (int64_t lane = 0; lane < Vectors<T>::LANES; ++lane) {
         most = std::max<T>(most, largest[lane]);
         found.used += nonzero[lane];
         found.kept += above[lane];
@@ -208,8 +231,36 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
         }
     }
     found.largest = number(most);
-    found.squares = sums[0];
     return found;
+}
+
+template <typename T, auto number> double squares(const void* tensor, const Part& part) {
+    const T* x = static_cast<const T*>(tensor) + part.start;
+    return squares<T, number>(x, part.size, [](const auto&) {});
+}
+
+static double squares(const void* tensor, const Part& part, int64_t dtype) {
+    switch (dtype) {
+        case 0: return squares<int16_t, float16>(tensor, part);
+        case 1: return squares<int16_t, bfloat16>(tensor, part);
+        case 2: return squares<int32_t, float32>(tensor, part);
+        default: return squares<int64_t, float64>(tensor, part);
+    }
+}
+
+// The sum of squares of each tensor.
+extern "C" void sums_of_squares(
+    const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
+    int64_t threads, double* sums
+) {
+    const std::vector<Part> parts = parts_of(sizes, n);
+    const int64_t count = parts.size();
+    std::vector<double> found(count);
+    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
+    for (int64_t p = 0; p < count; ++p)
+        found[p] = squares(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
+    std::fill_n(sums, n, 0.0);
+    for (int64_t p = 0; p < count; ++p) sums[parts[p].tensor] += found[p];
 }
 
 static Measures measures(const void* tensor, const Part& part, int64_t dtype, const int64_t* b) {

@@ -84,6 +84,8 @@ def loops() -> ctypes.CDLL:
     tensors = pointer, pointer, pointer, count, count
     made.measure.argtypes = (*tensors, pointer, ctypes.c_double, pointer, pointer)
     made.measure.restype = None
+    made.sums_of_squares.argtypes = (*tensors, pointer)
+    made.sums_of_squares.restype = None
     made.note.argtypes = (*(pointer, pointer, pointer, count), *(pointer, pointer, count, count))
     made.note.argtypes += (ctypes.c_bool,)
     made.note.restype = None
@@ -150,9 +152,11 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
     Args:
         tensors: dense CPU tensors of the dtypes in :data:`DTYPES`.
     """
-    bounds = [(1, 1, DTYPES[tensor.dtype].infinity, 1) for tensor in tensors]
-    _, found = measures(tensors, bounds, 1.0)
-    return found[:, 3].tolist()
+    sums, numbers = array("d", bytes(8 * len(tensors))), _located(tensors)
+    where, dtypes, sizes, found = (x.buffer_info()[0] for x in (*numbers, sums))
+    given = where, dtypes, sizes, len(tensors), torch.get_num_threads()
+    (loaded or loops()).sums_of_squares(*given, found)
+    return sums.tolist()
 
 
 def measures(
