@@ -196,8 +196,8 @@ class Checks(RefersToOptimizer):
                         "masters of half-precision parameters)"
                     )
         if len(self._dtypes) > sum(len(group["params"]) for group in groups):
-            known, params = self._dtypes, gradients.params_of(groups)
-            self._dtypes = {param: known.get(param, param.dtype) for param in params}
+            params = set(gradients.params_of(groups))
+            self._dtypes = {p: dtype for p, dtype in self._dtypes.items() if p in params}
 
     def warn_of_float16(self, rule: Rule) -> None:
         """Warn once if a state of ``rule`` is kept in float16."""
