@@ -240,7 +240,7 @@ class LossScale(AnyScale):
         if self._policy is None:
             return self
         new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new.__dict__ = self.__dict__.copy()
         new._set(value, counters, self._placed)
         return new
 
