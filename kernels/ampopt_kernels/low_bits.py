@@ -77,9 +77,10 @@ def split(x, u, HALF: tl.constexpr):
         whole = tl.floor(steps)
         whole = whole + tl.floor((steps - whole) + u)
         places = tl.floor((whole + 128.0) * 0.00390625)
-        near = places * 5.960464477539063e-08
+        # Not ``-near``, which is 0 - near in Triton 3.6: it has no -0.
+        near = places * tl.where(bits < 0, -5.960464477539063e-08, 5.960464477539063e-08)
         is_near = tl.abs(x) < 0.0001220703125
-        param = tl.where(is_near, tl.where(bits < 0, -near, near), float_of(top))
+        param = tl.where(is_near, near, float_of(top))
         low = tl.where(is_near, (whole - places * 256.0).to(tl.int32), (full - top) >> 5)
         fits = (tl.abs(x) < 65536.0) & (tl.abs(param) < 65536.0)
         return tl.where(fits, param, x * 65536.0), tl.where(fits, low, 0)
