@@ -30,7 +30,7 @@ from ampopt_kernels.rule import MASTER
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["Masters", "full_master", "has_low_bits", "has_masters", "needs_master"]
+__all__ = ["Masters", "full_master", "needs_low_bits", "has_masters", "needs_master"]
 
 
 class _GradAtUnscale(NamedTuple):
@@ -97,7 +97,7 @@ class Masters(RefersToOptimizer):
         """
         if not (self._kept and needs_master(group, param)):
             return None
-        state, is_low = self.optimizer.state[param], has_low_bits(group, param)
+        state, is_low = self.optimizer.state[param], needs_low_bits(group, param)
         if MASTER not in state:
             restore_names(state)  # ZeRO loads a state without the optimizer's method
         master = state.get(MASTER)
@@ -382,7 +382,7 @@ def needs_master(group: dict[str, Any], param: Tensor) -> bool:
     return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
 
 
-def has_low_bits(group: dict[str, Any], param: Tensor) -> bool:
+def needs_low_bits(group: dict[str, Any], param: Tensor) -> bool:
     """Whether the master of ``param`` has 24 bits, so that low bits are kept in its place.
 
     Those of parameters that are not :func:`is_large` are float32.

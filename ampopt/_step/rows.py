@@ -28,7 +28,7 @@ from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
-from ampopt_kernels.tensors import dense_like, memory_of
+from ampopt_kernels.tensors import address_range, dense_like
 from ampopt_kernels.work import ParamRow
 
 __all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of"]
@@ -165,7 +165,7 @@ class RuleRows:
                 like = _like_gradient(row)
                 if like is not None and len(self.copies) == n_copies and not param.is_complex():
                     written = [*row.outputs, *(x for x in row.scales if x is not None)]
-                    memory = list(map(memory_of, written))
+                    memory = list(map(address_range, written))
                     self.kept[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
             if master is not None:
                 self.masters.append((number, master))

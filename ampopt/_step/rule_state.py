@@ -115,7 +115,7 @@ def convert(
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
             continue
-        if small_states.convert(state, part, param, of_states.get(part)):
+        if small_states.convert_to_codec(state, part, param, of_states.get(part)):
             continue
         value = state[part.name]
         settled = not has_master and part.dtype is None and part.shape is None

@@ -32,7 +32,7 @@ __all__ = [
     "check_whole_blocks",
     "codecs_of",
     "codes_key",
-    "convert",
+    "convert_to_codec",
     "full_precision",
     "has_codes",
     "is_large",
@@ -157,7 +157,9 @@ def add(state: dict[str, Any], part: State, param: Tensor, codec: Codec, initial
     _store(state, part, values, param, codec)
 
 
-def convert(state: dict[str, Any], part: State, param: Tensor, codec: Codec | None) -> bool:
+def convert_to_codec(
+    state: dict[str, Any], part: State, param: Tensor, codec: Codec | None
+) -> bool:
     """Convert ``part`` in ``state``, which exists, to what ``codec`` stores, rounded to nearest.
 
     Args:

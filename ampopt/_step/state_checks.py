@@ -19,7 +19,7 @@ from ampopt._step.small_states import KEYS
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule, State
-from ampopt_kernels.tensors import is_dense, memory_of, share_memory
+from ampopt_kernels.tensors import address_range, is_dense, share_memory
 
 __all__ = ["Stepped", "check_master", "check_states"]
 
@@ -139,7 +139,7 @@ def _add_memory(written: dict[torch.device, list[_Written]], rule: Rule, one: St
     for key, tensor in ((None, one.param), *((key, state.get(key)) for key in keys)):
         if tensor is not None:
             tensor = dtensor.local(tensor)
-            memory.append((*memory_of(tensor), one.name, key, tensor))
+            memory.append((*address_range(tensor), one.name, key, tensor))
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:

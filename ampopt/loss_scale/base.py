@@ -240,8 +240,8 @@ class LossScale(AnyScale):
         if self._policy is None:
             return self
         new = object.__new__(type(self))
-        new.__dict__ = self.__dict__.copy()
-        new._set(value, counters, self._placed)
+        new.__dict__.update(self.__dict__)
+        new._value, new._counters, new._generation = value, counters, _Generation()
         return new
 
     def _unstepped(self) -> "LossScale":

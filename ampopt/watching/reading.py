@@ -8,7 +8,7 @@ from typing import Any
 from ampopt_kernels.devices import Copying, copied_to_host
 from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
 
-__all__ = ["Reading", "RankStatistics", "as_dict", "copy_of"]
+__all__ = ["Reading", "RankStatistics", "as_dict", "statistics_on_host"]
 
 _SQUARES = 3
 """Index of the sum of squares among the numbers of a step."""
@@ -116,7 +116,7 @@ class Reading:
         return max(shares, default=(0.0, ""))
 
 
-def copy_of(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
+def statistics_on_host(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
     """Copy ``statistics`` to the host, without synchronizing.
 
     Returns:

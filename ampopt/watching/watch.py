@@ -17,7 +17,7 @@ from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import RankStatistics, Reading, as_dict, copy_of, merged
+from ampopt.watching.reading import RankStatistics, Reading, as_dict, merged, statistics_on_host
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
@@ -204,7 +204,7 @@ class Watch:
         decision_device, *others = dict.fromkeys((self._home, *self._statistics))
         copies, events = [], []
         for device in (decision_device, *others):
-            statistics, event = copy_of(self._statistics[device])
+            statistics, event = statistics_on_host(self._statistics[device])
             copies.append((list(self._names[device]), statistics))
             events += [] if event is None else [event]
         by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}

@@ -10,7 +10,7 @@ __all__ = [
     "dense_like",
     "flat",
     "is_dense",
-    "memory_of",
+    "address_range",
     "overlaps_itself",
     "real",
     "share_memory",
@@ -72,7 +72,7 @@ def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     return places
 
 
-def memory_of(tensor: Tensor) -> tuple[int, int]:
+def address_range(tensor: Tensor) -> tuple[int, int]:
     """The address range of a strided ``tensor``: first byte, and first byte after its last element.
 
     ``(0, 0)`` for a tensor without elements, or without memory, as on meta.

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 
 from ampopt_kernels.tensors import (
+    address_range,
     arithmetic,
     dense_like,
     flat,
     is_dense,
-    memory_of,
     overlaps_itself,
     real,
     share_memory,
@@ -84,7 +84,7 @@ def test_shared_memory_by_the_definition(one, other, half):
         first = tensor.data_ptr() if tensor.numel() else 0
         taken = {first + p * size + i for p in places(tensor) for i in range(size)}
         taken = taken if tensor.numel() else set()
-        assert memory_of(tensor) == ((min(taken), max(taken) + 1) if taken else (0, 0))
+        assert address_range(tensor) == ((min(taken), max(taken) + 1) if taken else (0, 0))
         bytes_of.append(taken)
     if all(bytes_of):
         assert share_memory(one, other) == bool(bytes_of[0] & bytes_of[1])
