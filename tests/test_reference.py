@@ -91,7 +91,7 @@ Args:
 """
 
 
-def test_what_is_missing_is_found():
+def test_missing_descriptions_are_found():
     def function(x, depth, *rest, least=0, most=1): ...
 
     assert undescribed_arguments(function, SAID) == ["depth"]

@@ -461,7 +461,7 @@ def test_under_a_train_step():
         (lambda m, o: (m, o, True), TypeError, "got bool"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(arguments, error, match):
+def test_models_that_cannot_be_averaged_are_refused(arguments, error, match):
     model = nn.Linear(1, 1)
     optimizer = ampopt.SGD(model.parameters(), lr=0.5)
     with pytest.raises(error, match=match):

@@ -107,7 +107,7 @@ def test_names_or_places_of_exactly_those_that_overflow_once_unscaled(
 @pytest.mark.parametrize(
     ("bad", "kept"), [([(2,), (), (0, 4)], 1), ([(2,), (0, 2)], 0), ([(), ()], 2)]
 )
-def test_a_micro_batch_that_is_left_out_is_named_too(bad, kept, backend):
+def test_parameters_that_overflow_in_a_dropped_micro_batch_are_named_too(bad, kept, backend):
     """Also if the step is applied. No other parameter is named, also if no micro-batch is kept."""
     optimizer, params = made(ampopt.SGD)
     for places in bad:

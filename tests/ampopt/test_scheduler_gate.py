@@ -456,7 +456,7 @@ def test_a_gate_is_a_scheduler_with_the_attributes_of_its_scheduler():
         gate.nothing  # noqa: B018
 
 
-def test_what_is_assigned_to_a_gate_is_assigned_to_its_scheduler():
+def test_attributes_set_on_a_gate_are_set_on_its_scheduler():
     """Torch's ``SequentialLR`` assigns to schedulers, and torchtitan does when it resumes."""
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.LambdaLR(optimizer, lambda count: 0.5**count))

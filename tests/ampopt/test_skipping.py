@@ -81,7 +81,7 @@ def end(optimizer: Any, split: bool, **given: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
 @pytest.mark.parametrize("split", [False, True])
-def test_what_was_accumulated_is_judged_as_one_backward_pass(cls, split):
+def test_accumulated_gradients_are_tested_as_one_sum(cls, split):
     ends = []
     for accumulates in (False, True):
         optimizer, param = made(cls)
@@ -270,7 +270,7 @@ def test_train_step_passes_the_loss(backend, monkeypatch):
     deviations=st.sampled_from([0.5, 1.0, 2.0]),
     warmup=st.integers(0, 6),
 )
-def test_deviations_are_those_of_the_steps_that_were_taken(norms, deviations, warmup):
+def test_deviations_are_from_the_steps_that_were_applied(norms, deviations, warmup):
     optimizer, param = made(ampopt.SGD)
     ampopt.skip_when(optimizer, norm_deviations=deviations, warmup=warmup)
     taken: list[float] = []
@@ -415,7 +415,7 @@ def test_several_optimizers_skip_together():
         assert result.skipped == (norm > 1.5)
 
 
-def test_a_state_is_loaded_with_weights_only_and_goes_on():
+def test_a_run_resumes_from_a_state_loaded_with_weights_only():
     optimizer, param = made()
     handle = ampopt.skip_when(optimizer, norm_deviations=3.0, warmup=3)
     for norm in (1.0, 1.1, 1.2):

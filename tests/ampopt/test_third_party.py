@@ -371,7 +371,7 @@ every_author = pytest.mark.parametrize("cls", AUTHORS, ids=lambda cls: cls.__nam
 
 @every_author
 @pytest.mark.parametrize("patched", [False, True])
-def test_a_step_is_theirs_and_a_skip_changes_nothing(cls, patched):
+def test_a_step_is_that_of_the_class_and_a_skip_changes_nothing(cls, patched):
     optimizer: Any = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
     assert type(optimizer) is extend(cls)
     works(optimizer, cls(some_params()))
@@ -613,7 +613,7 @@ def test_attributes_of_their_class_keep_their_meaning(name, on_class, patched):
     assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
 
 
-def test_what_torchs_constructor_sets_is_added():
+def test_attributes_of_a_constructor_that_was_not_called_are_added():
     class NeverConstructed(Sign):
         def __init__(self, params: Any) -> None:
             self.param_groups = [{"params": list(params), "lr": 0.25, "decay": 0.5}]

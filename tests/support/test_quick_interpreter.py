@@ -62,7 +62,7 @@ def trained(make: Any) -> Any:
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_alike(backend, name):
+def test_optimizers_take_the_same_steps(backend, name):
     with plain_interpreter():
         expected = trained(OPTIMIZERS[name])
     for _ in range(2):  # the first time, the builder's calls are recorded

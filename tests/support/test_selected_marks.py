@@ -27,7 +27,7 @@ def test_an_expression_selects_what_it_says(arguments, expected):
     assert selects_only("gpu", arguments) == expected
 
 
-def test_what_the_environment_adds_comes_first(monkeypatch):
+def test_options_of_the_environment_come_first(monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", "-x -m 'gpu and not slow'")
     assert selects_only("gpu", command_line(["tests"]))
     assert not selects_only("gpu", command_line(["-m", "not gpu"]))

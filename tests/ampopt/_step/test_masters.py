@@ -996,7 +996,7 @@ def test_a_closure_that_fails_leaves_no_masters_behind(name, dtype, raised):
 
 
 @both_ways
-def test_what_overflows_by_unscaling_alone_is_named_with_masters_too(split):
+def test_an_overflow_by_unscaling_alone_is_named_with_masters_too(split):
     huge, fine = half(1.0, dtype=torch.bfloat16), half(1.0, dtype=torch.bfloat16)
     named = [("huge", huge), ("fine", fine)]
     optimizer = ampopt.SGD(named, lr=1.0, master_weights=True)  # pyright: ignore

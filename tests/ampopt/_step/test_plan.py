@@ -87,7 +87,7 @@ def test_a_learning_rate_that_is_no_longer_one_number_is_refused():
     assert weight.tolist() == [-1.0] * 3
 
 
-def test_what_entries_read_of_a_group_is_read_at_each_step():
+def test_entries_of_a_rule_read_the_group_at_each_step():
     def rates(group, ndim, dtype):
         return {"lr": group["rates"][ndim]}
 
@@ -213,7 +213,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_between_two_steps_is_as_with_torch(change, backend, implementation):
+def test_changes_between_two_steps_have_the_same_effect_as_in_torch(
+    change, backend, implementation
+):
     ours, torchs = (
         stepped_with_a_change(kind, CHANGES[change]) for kind in (ampopt.SGD, torch.optim.SGD)
     )

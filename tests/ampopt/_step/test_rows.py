@@ -268,7 +268,7 @@ def add_group(params: list[Parameter], optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [appear, add_group, replace_state])
-def test_what_changes_makes_a_row_and_checks_a_state_of_its_own(change, monkeypatch):
+def test_a_change_of_one_parameter_makes_one_row_and_checks_one_state(change, monkeypatch):
     params, optimizer = of_parameters(6)
     stepped(optimizer, params[:5])
     made, checked = [], []

@@ -146,7 +146,7 @@ def test_torchs_own_step_cannot_read_small_states():
 
 
 @pytest.mark.parametrize("cls", [*BY_RULE, *BEYOND_TORCH])
-def test_every_rule_steps_skips_and_goes_on_with_8_bits(cls):
+def test_every_rule_steps_and_skips_with_8_bits(cls):
     """A skipped step changes no bit, and the split step gives the bits of the step in one call."""
     runs = []
     for split in (False, True):
@@ -290,7 +290,7 @@ def test_no_step_of_another_rule_is_misled(name):
 
 @settings(max_examples=4)
 @given(BITS, st.booleans())
-def test_a_checkpoint_goes_on_bit_for_bit(bits_, masters):
+def test_a_resumed_run_is_bitwise_the_same(bits_, masters):
     def made():
         params = params_of(dtype=torch.bfloat16 if masters else torch.float32)
         return ampopt.AdamW(params, master_weights=masters, state_bits=bits_)
@@ -344,7 +344,7 @@ def test_codes_are_not_saved_under_the_names_of_states():
         theirs.step()
 
 
-def test_what_users_keep_in_the_state_is_saved_and_loaded_as_it_is():
+def test_entries_of_users_in_the_state_are_saved_and_loaded_unchanged():
     (param,) = params_of([(128, 64)])
     optimizer: Any = stepped(ampopt.AdamW([param], state_bits=8), 1)
     optimizer.state[param]["my_codes"] = torch.ones(3, dtype=torch.int8)

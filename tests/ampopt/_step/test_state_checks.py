@@ -330,7 +330,7 @@ def test_states_of_two_parameters_that_share_memory_are_refused():
 
 
 @every_backend
-def test_states_that_lie_between_each_other_are_taken(backend):
+def test_interleaved_states_are_accepted(backend):
     optimizer, params = trained("AdamW")
     twin = copy.deepcopy(optimizer)
     state = optimizer.state[params[1]]

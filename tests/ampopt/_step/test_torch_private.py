@@ -88,7 +88,7 @@ def test_a_file_with_a_private_name_of_torch_is_found(source):
     assert _private_in(source, _known())
 
 
-def test_what_dynamo_takes_for_constant_is_marked_as_torch_marks_it():
+def test_functions_that_dynamo_treats_as_constant_are_marked_as_in_torch():
     def one():
         pass
 
@@ -118,7 +118,7 @@ def test_hooks_are_where_an_optimizer_keeps_them():
     assert set(torch_private.HOOKS) <= set(vars(optimizer))
 
 
-def test_what_a_scheduler_looks_for_is_seen_and_left():
+def test_the_marks_that_schedulers_set_and_look_for():
     optimizer = torch.optim.SGD([Parameter(torch.ones(1))])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert torch_private.is_wrapped_by_scheduler(optimizer.step)

@@ -78,7 +78,7 @@ def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
 @on_eager
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize("scaler_unscales", [False, True])
-def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscales):
+def test_a_scaler_does_not_step_a_pending_unscale(param, cls, scaler_unscales):
     """The scaler would unscale a second time, or has done so in ``unscale_``."""
     optimizer = cls([param])
     scaler = scaler_for(param)
@@ -103,7 +103,7 @@ def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscale
     ],
 )
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
-def test_what_a_scaler_unscaled_is_not_unscaled_again(param, cls, call):
+def test_gradients_that_a_scaler_unscaled_are_not_unscaled_again(param, cls, call):
     optimizer = cls([param])
     scaler = scaler_at(4.0, ampopt.GradScaler)
     scaler.unscale_(optimizer)

@@ -100,7 +100,7 @@ def test_a_step_that_raises_on_finite_gradients_raises():
 
 @pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_what_step_hooks_do_is_theirs_and_not_undone(skip_by, scheduled):
+def test_changes_by_step_hooks_are_not_rolled_back(skip_by, scheduled):
     optimizer, params = made(Foreach)
     optimizer.skip_by = skip_by
     if scheduled:  # torch's schedulers put a wrapper around step
@@ -186,7 +186,7 @@ def test_a_step_that_writes_cpu_tensors_is_skipped_by_the_host():
     assert not writes.on_host(torch.ones((), dtype=torch.bool))
 
 
-def test_what_is_on_several_devices_is_restored_on_each():
+def test_tensors_on_several_devices_are_restored_on_each():
     here, elsewhere = torch.ones(3), torch.ones(3, device="meta")  # which has no values
     writes = CopyOnWriteMode([here, elsewhere])
     with writes:

@@ -33,7 +33,7 @@ class Shrinking(ampopt.AdamW):
 
 
 @both_ways
-def test_what_a_subclass_adds_around_the_step_is_skipped_with_it(split):
+def test_code_of_a_subclass_around_the_step_is_skipped_with_it(split):
     param = Parameter(torch.ones(3))
     optimizer = Shrinking([param])
     overflow(param)
@@ -55,7 +55,7 @@ def test_what_a_subclass_adds_around_the_step_is_skipped_with_it(split):
 
 
 @both_ways
-def test_what_is_around_a_rule_is_undone_with_what_its_kernels_write(split):
+def test_code_around_a_rule_is_rolled_back_with_the_writes_of_its_kernels(split):
     class Undone(Shrinking):
         skip_by = "transaction"
 
@@ -132,7 +132,7 @@ def test_a_subclass_skips_whichever_class_was_made_first(made_before):
 
 
 @pytest.mark.parametrize("made_before", [False, True])
-def test_a_class_without_a_step_hides_that_of_no_other(made_before):
+def test_a_class_without_a_step_hides_no_inherited_one(made_before):
     class Helping(ampopt.Optimizer):
         pass
 

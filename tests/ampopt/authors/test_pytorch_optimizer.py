@@ -168,7 +168,7 @@ def test_every_class_is_accounted_for():
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_a_skip_changes_nothing_and_a_finite_step_is_theirs(name, skip_by):
+def test_a_skip_changes_nothing_and_a_finite_step_is_that_of_the_package(name, skip_by):
     original = made(EVERY[name], name)
     steps(original, (1, 2, 4, 5, 6))
     expected = seen(original)

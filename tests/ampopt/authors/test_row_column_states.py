@@ -178,7 +178,7 @@ def test_on_a_device_a_skip_is_selected():
 
 @pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
 @pytest.mark.parametrize("shape", [(3, 5000), (5000, 3), (700, 5, 3), (1, 1), (2, 65_600)])
-def test_compiled_ones_are_eager_ones_within_rounding(shape):
+def test_compiled_steps_are_eager_steps_within_rounding(shape):
     """With rows that are longer, and shorter, than the pieces that the loops work on."""
     ends = []
     for backend in ("eager", "compiled"):
@@ -248,7 +248,7 @@ def test_layouts_change_no_bit(backend):
     assert torch.equal(*params)
 
 
-def test_what_has_no_rows_is_refused():
+def test_vectors_and_complex_matrices_are_refused():
     class Careless(OfLines):
         rule = replace(RULE, entries=lambda group, ndim, dtype: {"vector": False})
 

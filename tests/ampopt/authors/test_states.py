@@ -123,7 +123,7 @@ def test_states_are_kept_as_they_are_declared(backend, dtype, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skip_leaves_them_as_they_begin(backend):
+def test_a_skip_leaves_states_at_their_initial_values(backend):
     """Also in the very first step, when states are copies of the parameter."""
     ampopt.set_backend(backend)
     params = params_of(torch.bfloat16)

@@ -177,7 +177,7 @@ def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
     assert f"AdamW, {name}: AssertionError: no room" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_a_row_that_says_so(tiny, monkeypatch, tmp_path, capsys):
+def test_a_workload_that_does_not_fit_is_a_row_that_says_so(tiny, monkeypatch, tmp_path, capsys):
     def parameters(self, dtype, device):
         if self.name == "large":
             raise torch.OutOfMemoryError("no room")
@@ -589,7 +589,7 @@ def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **o
         (row_with("small", 1.1, "cuda", fused=1.0), [False, True]),
     ],
 )
-def test_targets_are_judged_as_design_sets_them(row, met):
+def test_each_target_is_met_or_missed(row, met):
     verdicts = verdicts_on(row)
     assert [verdict.met for verdict in verdicts] == met
     assert all(str(v).endswith("met" if v.met else "MISSED") for v in verdicts)
@@ -741,7 +741,7 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(tiny, monkeypatch, 
         (seen_on_ranks(waited=0.05), "target <= 0.60: 1.00 MISSED"),
     ],
 )
-def test_few_rounds_and_those_of_a_busy_machine_are_not_judged(
+def test_few_rounds_or_a_busy_machine_give_no_verdict(
     seen, said, tiny, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(workloads, "SHARDED", workloads.SHARDED[:1])

@@ -100,7 +100,7 @@ def test_another_run_leaves_nothing_of_the_last(tmp_path):
     assert hour.run([stub("part", PASSES)], tmp_path, "cpu", {})[0].passed
 
 
-def test_what_would_end_the_hour_comes_first():
+def test_parts_that_others_depend_on_come_first():
     names = [part.name for part in PARTS]
     assert names[:4] == ["start", "races", "capture", "parity"]
     assert names.index("gpu_tests") < names.index("bandwidth") < names.index("figures")

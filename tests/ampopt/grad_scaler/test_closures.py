@@ -69,7 +69,7 @@ def test_evaluations_count_as_steps_towards_growth():
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.LBFGS, Plain, HostCounted])
-def test_a_loss_that_no_scale_mends_is_an_error_and_changes_nothing(cls):
+def test_a_loss_that_no_scale_repairs_is_an_error_and_changes_nothing(cls):
     optimizer, params = made(cls)
     scaler = GradScaler("cpu", init_scale=16.0)
 

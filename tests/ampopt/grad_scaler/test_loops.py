@@ -129,7 +129,7 @@ def test_a_step_that_reads_the_flag_itself_is_left_alone():
         assert (float(scale), float(found_inf)) == (4.0, 1.0)
 
 
-def test_what_an_ordinary_step_returns_comes_back():
+def test_the_result_of_a_hand_written_step_is_returned():
     class Returns(Plain):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)

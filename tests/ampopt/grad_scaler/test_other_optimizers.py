@@ -97,7 +97,7 @@ class WarmedUp(Wrapper):
         functools.partial(torch.optim.AdamW, fused=True),
     ],
 )
-def test_the_step_of_a_wrapper_is_taken_and_skipped(make, unscale_first):
+def test_the_step_of_a_wrapper_runs_and_is_skipped(make, unscale_first):
     optimizer, (twin, _) = made(make, lr=0.125)[0], made(make, lr=0.125)
     wrapper, clean = WarmedUp(optimizer), WarmedUp(twin)
     scaler = scaler_at(4.0, GradScaler)

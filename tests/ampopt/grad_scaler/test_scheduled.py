@@ -86,7 +86,7 @@ def test_settings_can_be_read_and_changed():
 
 
 @pytest.mark.parametrize("when", ["before", "after unscale_", "after step"])
-def test_what_is_set_in_mid_iteration_stays_set(when):
+def test_settings_changed_in_mid_iteration_stay(when):
     scaler = scaler_at(8.0, GradScaler, growth_interval=1)
     optimizer, _ = made(ampopt.SGD)
     give(optimizer, 1.0)

@@ -127,7 +127,7 @@ def names(tmp_path_factory):
 @example(window=2, hysteresis=2, before=[True] * 5, after=[False] * 3 + [True] * 4)
 @example(window=3, hysteresis=3, before=[False, True], after=[True, True, False])
 @example(window=3, hysteresis=2, before=[True] + [False] * 9, after=[False] * 3 + [True] * 2)
-def test_a_scale_goes_on_as_it_would_there(case, names, window, hysteresis, before, after):
+def test_a_scale_continues_as_in_the_other_system(case, names, window, hysteresis, before, after):
     heading, make, adopted = GUIDES[case]
     if case == "deepspeed without ZeRO":
         hysteresis = 2  # which is not saved
@@ -144,7 +144,7 @@ def test_a_scale_goes_on_as_it_would_there(case, names, window, hysteresis, befo
 
 
 @pytest.mark.parametrize("step_in", ["state", "param_groups"])
-def test_megatrons_masters_and_states_go_on_as_they_would_there(step_in, names):
+def test_megatrons_masters_and_states_continue_as_in_megatron(step_in, names):
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 3), (3,), (5,)]
     gradients = [

@@ -222,7 +222,7 @@ class TestState:
         assert loaded["static"].item() == 0.5
 
     @given(overflows=histories, later=histories)
-    def test_goes_on_where_torchs_scaler_stopped(self, overflows, later):
+    def test_resumes_from_the_state_of_torchs_scaler(self, overflows, later):
         param = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([param])
 
@@ -250,7 +250,7 @@ class TestState:
         assert scale.state_dict()["min_scale"] == 1.0
 
     @given(scale=scales(), other=scales())
-    def test_goes_on_where_our_scaler_stopped(self, scale, other):
+    def test_resumes_from_the_state_of_ampopts_scaler(self, scale, other):
         other.load_state_dict(GradScaler("cpu", loss_scale=scale).state_dict())
         assert other.item() == scale.item()
         static = StaticLossScale(2.0)

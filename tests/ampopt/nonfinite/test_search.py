@@ -133,7 +133,7 @@ def test_outputs_in_containers(contain, direction):
     assert (found.first.name, found.first.direction) == ("returns", direction)
 
 
-def test_two_uses_of_a_module_are_told_apart_by_their_inputs():
+def test_two_uses_of_a_module_are_distinguished_by_their_inputs():
     shared = nn.Linear(1, 1, bias=False)
     shared.weight.data.fill_(1e30)
     model = nn.Sequential(shared, nn.Tanh(), shared, shared)
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         return self.out((q @ k.T).softmax(-1) @ v)
 
 
-def test_what_a_forward_computes_between_modules_is_blamed_on_it_with_the_last_finite_output():
+def test_operations_between_modules_are_blamed_on_the_forward_around_them():
     model = nn.Sequential(nn.Identity(), Attention()).half()
     with ampopt.first_nonfinite(model) as found:
         model(torch.full((2, 4), 200.0, dtype=torch.float16))
@@ -296,7 +296,7 @@ def test_under_activation_checkpointing(reentrant):
     assert (found.first.name, found.first.direction) == ("inner.1", "backward")
 
 
-def test_what_was_compiled_runs_uncompiled_meanwhile():
+def test_compiled_modules_run_uncompiled_during_a_search():
     model = nn.Sequential(nn.Linear(4, 4), Explodes())
     compiled = torch.compile(model, backend="eager")
     compiled(torch.ones(1, 4))

@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_finite_is_named(form):
 
 
 @both_forms
-def test_torchs_own_lbfgs_would_have_taken_the_overflow(form):
+def test_torchs_own_lbfgs_applies_the_overflow(form):
     """Without replay, the same closure makes torch's LBFGS end in NaN."""
     theirs = Valley(torch.optim.LBFGS, limit=100.0)
     theirs.optimizer.step(theirs.closure)

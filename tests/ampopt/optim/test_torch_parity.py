@@ -84,7 +84,7 @@ def test_an_average_without_memory_is_the_gradient_to_the_bit(name, backend):
         assert bits(ours.state[p]["exp_avg"]) == bits(torchs.state[q]["exp_avg"]) == bits(p.grad)
 
 
-def test_adagrads_accumulator_begins_alike_in_both_parts_of_a_complex_one(backend):
+def test_adagrads_accumulator_is_initialized_in_both_parts_of_a_complex_state(backend):
     late = torch.ones(2, dtype=torch.complex64)
     ours = ampopt.Adagrad([torch.ones(2)], initial_accumulator_value=0.5)
     ours.add_param_group({"params": [late]})

@@ -60,7 +60,7 @@ def test_lists_of_tensors_are_cast(together):
         assert torch.stack(tensors=together([X.to(LOW), X.to(LOW)])).dtype == FULL
 
 
-def test_what_is_not_listed_is_torchs():
+def test_operators_that_are_not_listed_run_as_in_torchs_autocast():
     with torch.autocast("cpu", LOW):
         expected = [F.linear(X, X).dtype, F.gelu(X).dtype, F.mse_loss(X.to(LOW), X).dtype]
     with autocast(allow=["softmax"], deny=["exp"]):

@@ -150,7 +150,7 @@ def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
     assert model[1].running_mean.abs().sum() > 0
 
 
-def test_gradients_that_are_there_are_cast_too():
+def test_existing_gradients_are_cast_too():
     model: Any = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     expected = model.weight.grad.to(LOW)
@@ -216,7 +216,7 @@ def test_the_model_itself_may_be_kept(keep, outputs):
     assert model.weight.dtype == FULL and torch.equal(got, expected.to(outputs or LOW))
 
 
-def test_what_is_in_a_kept_module_stays_with_it():
+def test_modules_inside_a_kept_module_are_kept():
     model = ampopt.cast(Net(), LOW, keep=["encoder", nn.LayerNorm, "batch_norm"])
     assert {d for n, d in dtypes(model).items() if n.startswith("encoder")} == {FULL}
     seen = []
@@ -238,7 +238,7 @@ def test_masters_and_a_step_after_it():
     assert losses[-1] < losses[0] / 2
 
 
-def test_run_in_a_dtype_whatever_is_around():
+def test_run_in_keeps_its_dtype_inside_any_model():
     model = ampopt.cast(Net(), LOW)
     ampopt.run_in(model.head, FULL)
     seen = []
@@ -384,7 +384,7 @@ BAD = [
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("make, options, error, message", BAD)
-def test_what_cannot_be_cast_is_named_and_nothing_changes(make, options, error, message):
+def test_tensors_that_cannot_be_cast_are_named_and_nothing_changes(make, options, error, message):
     model = make()
     with pytest.raises(error, match=message):
         ampopt.cast(model, **{"dtype": LOW, **options})

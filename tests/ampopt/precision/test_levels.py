@@ -120,7 +120,7 @@ def test_a_step_may_have_another_scale_or_none():
     assert ampopt.TrainStep(model, loss_fn, optimizer, None, precision=p).scale is None
 
 
-def test_what_does_not_go_together_in_a_step():
+def test_a_train_step_refuses_what_contradicts_its_precision():
     p = Precision.like("O2")
     model = p.prepare(network())
     without = ampopt.SGD(model.parameters(), lr=0.1)

@@ -92,7 +92,9 @@ def loaded(folder: str, into: str, masters: bool) -> dict[Any, Any]:
         ("ampopt", "torch", False),
     ],
 )
-def test_what_some_ranks_saved_others_load(four_ranks, two_ranks, tmp_path, made_by, into, masters):
+def test_a_checkpoint_loads_on_another_number_of_ranks(
+    four_ranks, two_ranks, tmp_path, made_by, into, masters
+):
     for first, then in ((four_ranks, two_ranks), (two_ranks, four_ranks)):
         folder = str(tmp_path / str(first.n))
         before = first.run(saved, folder, made_by, masters, timeout=60)

@@ -85,7 +85,7 @@ def trained_by_parts(form: str, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["SGD", "Plain"])
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_are_judged_as_one_model(two_ranks, form, name):
+def test_ranks_with_different_parts_skip_and_clip_as_one_model(two_ranks, form, name):
     if form == "others'" and name == "Plain":
         name = "Adagrad"
     whole = trained(form, name, None, (0, 1))
@@ -268,7 +268,7 @@ def test_a_closure_that_raises_on_one_rank_ends_all(two_ranks, what):
 
 
 @pytest.mark.parametrize("what", ["cast", "cast, unscaled"])
-def test_what_one_rank_cannot_step_with_after_a_closure_ends_all(two_ranks, what):
+def test_a_gradient_that_one_rank_cannot_step_with_after_a_closure_raises_on_both(two_ranks, what):
     first, second = two_ranks.run(refused, what, timeout=10)
     assert "was torch.float32 when the optimizer was made and is torch.float64 now" in first
     assert "the closure has raised on another rank" in second

@@ -182,7 +182,7 @@ def test_parts_are_stepped_as_the_whole(four_ranks, layout, backend, data):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_what_is_compiled_steps_them_too(two_ranks, name):
+def test_the_compiled_backend_steps_shards_too(two_ranks, name):
     skip_unless_it_runs("compiled")
     check(two_ranks, "fsdp", "compiled", name, *FORMS[0], STORY)
 
@@ -435,7 +435,7 @@ def evaluated(nan_on: int) -> tuple[str, str]:
     return "none", ""
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(two_ranks):
+def test_a_loss_that_is_not_finite_on_one_rank_raises_on_both(two_ranks):
     (reason, text), (other_reason, other_text) = two_ranks.run(evaluated, 1)
     assert reason == other_reason == "loss"
     assert "the loss of another rank is not finite" in text

@@ -184,7 +184,7 @@ def loaded(folder: str, bits_: int) -> dict[Any, str]:
 
 
 @pytest.mark.parametrize("bits_", [8, 24])
-def test_what_four_ranks_saved_two_load(four_ranks, two_ranks, tmp_path, bits_):
+def test_a_checkpoint_of_four_ranks_loads_on_two(four_ranks, two_ranks, tmp_path, bits_):
     first, *others = four_ranks.run(saved, str(tmp_path), bits_, timeout=60)
     assert any(name[-1] == "exp_avg_scale" for name in first if isinstance(name, tuple))
     for found in (*others, *two_ranks.run(loaded, str(tmp_path), bits_, timeout=60)):

@@ -88,7 +88,7 @@ def saved_and_loaded() -> bool:
     return runs[0] == runs[1]
 
 
-def test_a_saved_state_goes_on(two_ranks):
+def test_a_run_resumes_from_a_saved_state(two_ranks):
     assert two_ranks.run(saved_and_loaded) == [True, True]
 
 

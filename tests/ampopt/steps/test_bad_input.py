@@ -355,7 +355,7 @@ def step_with_ones(optimizer: Any, params: list[Parameter]) -> None:
     optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
-def test_what_is_no_rule_between_steps():
+def test_a_rule_replaced_by_something_else_between_steps():
     params = [Parameter(torch.ones(2))]
     optimizer: Any = ampopt.AdamW(params)
     step_with_ones(optimizer, params)

@@ -468,7 +468,7 @@ CHANGES: dict[str, tuple[type, Callable[[Any, list[Parameter]], object]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_steps_is_noticed_as_torch_notices_it(change):
+def test_changes_between_steps_are_noticed_as_in_torch(change):
     cls, apply = CHANGES[change]
     params, optimizer, twins, reference = twins_of(Case(cls, {"lr": 0.1}))
     trainings = ((params, optimizer), (twins, reference))

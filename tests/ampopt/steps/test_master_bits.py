@@ -139,7 +139,7 @@ def test_master_bits_need_masters_and_go_through_precision():
 
 
 @pytest.mark.parametrize("cls", [*BY_RULE, *BEYOND_TORCH])
-def test_every_rule_steps_skips_and_goes_on(cls):
+def test_every_rule_steps_and_skips(cls):
     """A skipped step changes no bit, and the split step gives the bits of the step in one call."""
     runs = []
     for split in (False, True):
@@ -236,7 +236,7 @@ def test_clipping_through_masters_is_clipping_in_the_step():
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-7)
 
 
-def test_what_is_written_to_a_master_in_the_loop_is_stored():
+def test_values_written_to_a_master_in_the_loop_are_stored():
     params = params_of(dtype=torch.float16)
     optimizer = stepped(made(params), 1)
     for param, full in optimizer.params_and_masters():
@@ -276,7 +276,7 @@ def test_a_parameter_that_is_changed_from_outside_changes_its_master():
 
 @settings(max_examples=3)
 @given(HALF)
-def test_a_checkpoint_goes_on_bit_for_bit(dtype):
+def test_a_resumed_run_is_bitwise_the_same(dtype):
     optimizer, loaded = (made(params_of(dtype=dtype), state_bits=8) for _ in range(2))
     stepped(optimizer, 2)
     file = io.BytesIO()

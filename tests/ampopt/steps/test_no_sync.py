@@ -142,7 +142,7 @@ def test_a_step_like_the_one_before_sends_nothing(kind, split):
                 scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
 
 
-def test_what_is_sent_is_noticed():
+def test_copies_from_the_host_are_noticed():
     optimizer, params = made(ampopt.AdamW)
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     for p in params:

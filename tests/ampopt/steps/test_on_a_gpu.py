@@ -165,7 +165,7 @@ def test_steps_on_streams_of_their_own():
 
 @needs_gpu(with_real="streams")
 @pytest.mark.parametrize("make", [lambda: 2.0, lambda: DynamicLossScale(init_scale=2.0)])
-def test_what_one_stream_was_sent_no_other_reads(make):
+def test_no_stream_reads_tables_that_were_sent_on_another(make):
     """Tables are copied on the first stream, which is slow; the second stream overtakes it."""
     slow, fast, warm = (made(ampopt.SGD, lr=0.5) for _ in range(3))
     for _, params in (slow, fast, warm):
@@ -201,7 +201,7 @@ def test_what_one_stream_was_sent_no_other_reads(make):
     ],
 )
 @pytest.mark.parametrize("cls", [cls for cls in EVERY_RULE if cls is not Signed])
-def test_what_is_compiled_does_what_torch_operations_do(cls, dtype, options, shift):
+def test_compiled_kernels_give_the_results_of_torch_operations(cls, dtype, options, shift):
     """With a skip, growth and clipping, for parameters of many sizes and alignments."""
     ends = []
     for backend in ("triton", "eager"):
@@ -251,7 +251,7 @@ def trained(model: Any, steps: int = 8, **options: Any) -> list[Any]:
 
 
 @needs_gpu(with_real="graphs and pinned memory")
-def test_a_capture_goes_on_beside_a_thread_that_pins_memory():
+def test_a_capture_survives_a_thread_that_pins_memory():
     stop = threading.Event()
 
     def pin() -> None:

@@ -240,7 +240,7 @@ def test_an_overflow_by_unscaling_alone_is_an_overflow(split):
     assert bits(param) == before
 
 
-def test_gradients_are_judged_in_float64_for_float64_parameters():
+def test_gradients_are_tested_in_float64_for_float64_parameters():
     param = Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = ampopt.SGD([param], lr=1e-300)
     param.grad = torch.full((2,), 1e300, dtype=torch.float64)
@@ -261,9 +261,7 @@ def test_float16_gradients_are_unscaled_in_float32():
 @given(
     parameters(dtypes=DTYPES).filter(lambda ps: any(p.numbers for p in ps)), st.data(), any_case()
 )
-def test_the_flag_from_unscale_skips_and_the_edited_gradients_are_not_judged_again(
-    params, data, case
-):
+def test_the_flag_from_unscale_skips_and_edited_gradients_are_not_tested_again(params, data, case):
     assume(not any(p.dtype == torch.float16 for p in params))
     made = [p.parameter() for p in params]
     optimizer = case.make(made)

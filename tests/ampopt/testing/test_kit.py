@@ -263,7 +263,7 @@ def test_gradients_are_edited_where_unscale_has_put_them():
     assert CallSequence(WithMasters, False, calls).passes()
 
 
-def test_under_unittest_what_is_not_claimed_is_a_skip():
+def test_under_unittest_invariants_that_are_not_claimed_are_skipped():
     class Contract(OptimizerContract):
         closures = False
 
@@ -312,7 +312,7 @@ def test_bits_of_a_tensor_that_is_spread_over_ranks_are_refused():
         bits(distribute_tensor(torch.ones(2), mesh))
 
 
-def test_what_is_missing_is_named_and_only_asked_for_by_the_kit(with_torch, tmp_path):
+def test_only_the_kit_needs_hypothesis_and_its_absence_is_named(with_torch, tmp_path):
     code = "import sys; sys.modules['hypothesis'] = None; import ampopt; import ampopt.testing"
     done = outside(with_torch, tmp_path, "-c", code)
     assert "ImportError: ampopt.testing needs hypothesis and pytest" in done.stderr

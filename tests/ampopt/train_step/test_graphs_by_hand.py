@@ -121,7 +121,7 @@ def test_a_watch_is_refused_inside_a_capture():
     [{"max_norm": 0.25}, {"scale": 8.0}, {"scale": ampopt.DynamicLossScale()}],
     ids=["norm", "scale", "schedule"],
 )
-def test_what_would_be_sent_is_refused_inside_a_capture(changed):
+def test_copies_from_the_host_are_refused_inside_a_capture(changed):
     training = Training(ampopt.AdamW)
     training.step()
     before = training.now

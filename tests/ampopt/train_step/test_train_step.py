@@ -193,7 +193,7 @@ def test_an_optimizer_that_evaluates_by_itself():
     scale=st.sampled_from(["none", "dynamic"]),
 )
 @settings(max_examples=15)
-def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened(before, after, scale):
+def test_a_saved_and_loaded_run_is_the_same_run(before, after, scale):
     model, optimizer = made()
     step = TrainStep(model, MSE, optimizer, SCALES[scale](), max_norm=1.0)
     for b in before:
@@ -266,7 +266,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"optimizer": "plain", "cuda_graph": True}, TypeError, "a rule, .* got Plain"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_once(options, error, message):
+def test_arguments_that_cannot_work_are_refused_by_the_constructor(options, error, message):
     model, optimizer = made()
     others = {
         "torch": lambda: torch.optim.SGD(model.parameters()),

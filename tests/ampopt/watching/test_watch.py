@@ -223,7 +223,7 @@ def test_only_applied_steps_count_for_underflow():
     ("cls", "way"),
     [(ampopt.SGD, in_one_call), (Plain, in_two_calls), (ampopt.SGD, with_our_scaler)],
 )
-def test_what_is_measured_where_micro_batches_may_be_left_out_is_their_sum(cls, way):
+def test_a_watch_measures_the_sum_of_the_micro_batches(cls, way):
     optimizer, params = made(cls)
     watch = ampopt.Watch(optimizer)
     for value in (1.0, 2.0):
@@ -424,7 +424,7 @@ def test_a_step_that_was_put_on_the_instance_is_counted():
     assert (watch.read()["steps"], watch.read()["skips"]) == (2, 1)
 
 
-def test_a_state_is_loaded_with_weights_only_and_goes_on():
+def test_a_run_resumes_from_a_state_loaded_with_weights_only():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer, last=3)
     for bad in (1.0, INF, 1.0, INF):
