@@ -240,7 +240,7 @@ class LossScale(AnyScale):
         if self._policy is None:
             return self
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        vars(new).update(vars(self))
         new._value, new._counters, new._generation = value, counters, _Generation()
         return new
 
