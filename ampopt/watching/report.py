@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-__all__ = ["in_words", "table", "worst_first"]
+__all__ = ["in_words", "summary", "worst_first"]
 
 WORST = 10
 """The number of parameters in a table."""
@@ -35,7 +35,7 @@ def worst_first(read: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return sorted(read["parameters"].items(), key=badness, reverse=True)
 
 
-def table(read: dict[str, Any]) -> str:
+def summary(read: dict[str, Any]) -> str:
     """The totals, and a line for each of the parameters that overflowed most."""
     worst = worst_first(read)
     width = max([len(name) for name, _ in worst[:WORST]], default=9)

@@ -232,7 +232,7 @@ class Watch:
 
     def __str__(self) -> str:
         """A table of the parameters that overflowed most. Synchronizes."""
-        return report.table(self.read())
+        return report.summary(self.read())
 
     def __repr__(self) -> str:
         """The class of the optimizer, and the number of steps. Does not synchronize."""
