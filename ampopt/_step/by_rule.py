@@ -112,8 +112,6 @@ class RuleRunner(RefersToOptimizer):
         on_masters = bool(self.masters.unscaled)
         if on_masters:
             self.masters.check_unedited()
-            if self.optimizer._ampopt.pending is not None:  # ``p.grad`` has shown the same values
-                self.masters.copy_uncounted_edits()
         elif self.masters.read_early is not None:
             self.masters.warn_of_early_reading()
         self.decision = None  # hooks in torch's own step must not read the last one

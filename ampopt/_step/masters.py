@@ -216,8 +216,9 @@ class Masters(RefersToOptimizer):
     def show_unscaled(self) -> None:
         """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.
 
-        Steps still read the gradients of the masters, so an edit of ``p.grad`` raises at the step;
-        or has an effect if no version counter counts it, see :meth:`copy_uncounted_edits`.
+        Steps still read the gradients of the masters, so an edit of ``p.grad`` raises at the step.
+        An edit of a ``DTensor`` by torch's foreach operations does not raise: torch advances no
+        version counter then.
         """
         if not self.unscaled:
             return
@@ -349,21 +350,6 @@ class Masters(RefersToOptimizer):
                     "the plugin ampopt.integrations.lightning.MixedPrecision. zero_grad() discards "
                     "the unscale"
                 )
-
-    @torch.no_grad()
-    def copy_uncounted_edits(self) -> None:
-        """Copy edits of ``DTensor`` gradients to the masters. Does not synchronize.
-
-        Torch's foreach operations, such as those of ``clip_grad_norm_``, write to the local tensor
-        of a ``DTensor`` and increment no version counter. An element of ``p.grad`` was edited if it
-        differs from that of the master, rounded to its dtype.
-        """
-        for param, grad, seen in self.unscaled:
-            if seen is None or param.grad is None or not dtensor.is_dtensor(grad):
-                continue
-            own, on_master = dtensor.local(grad), dtensor.local(self.unscaled_gradient(param))
-            same = on_master.to(own.dtype) == own
-            on_master.copy_(torch.where(same, on_master, own.to(on_master.dtype)))
 
     def _with_masters(self) -> Iterator[Tensor]:
         """The parameters that have a master."""
