@@ -469,3 +469,24 @@ def apart(stepped_before: bool) -> str:
 def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_before):
     for text in four_ranks.run(apart, stepped_before):
         assert "none covers the others" in text
+
+
+def clipped(bits_of_master: int) -> tuple[list[float], list[float]]:
+    """The masters' values after a step whose unscaled gradients were clipped; and as expected."""
+    from torch.distributed.tensor import Shard
+
+    param = Parameter(spread(torch.ones(2, 2).bfloat16(), mesh_of(2), [Shard(0)]))
+    options = {"master_weights": True, "master_bits": bits_of_master}
+    optimizer = ampopt.SGD([param], lr=0.25, **options)
+    param.grad = torch.full_like(param, 8.0)
+    optimizer.unscale(grads_scaled_by=4.0)
+    torch.nn.utils.clip_grad_norm_(optimizer.master_params(), 1.0)  # of four elements of 2.0
+    optimizer.step_after_unscale()
+    (master,) = optimizer.master_params()
+    return whole(master).flatten().tolist(), [1.0 - 0.25 * 2.0 / 4.0] * 4
+
+
+@pytest.mark.parametrize("bits_of_master", [24, 32])
+def test_clipping_of_sharded_masters_reaches_the_step(two_ranks, bits_of_master):
+    for found, expected in two_ranks.run(clipped, bits_of_master):
+        assert found == pytest.approx(expected, rel=1e-5)
