@@ -77,6 +77,7 @@ class ParamRow:
     row_column_states: RowColumnStates | None = None
     codecs: tuple[Codec | None, ...] = ()
     scales: tuple[Tensor | None, ...] = ()
+    _kind: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Fill in ``codecs`` and ``scales`` of a row that has none."""
@@ -117,8 +118,10 @@ class ParamRow:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Everything about a row that is compiled in: rows of one launch have the same kind."""
-        jumps = len(self.places.jumps)
-        return self.dtypes, self.flags, self.copy is not None, self.rounds, jumps, self.codecs
+        if self._kind is None:
+            jumps, copies = len(self.places.jumps), self.copy is not None
+            self._kind = (self.dtypes, self.flags, copies, self.rounds, jumps, self.codecs)
+        return self._kind
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -238,5 +241,8 @@ class Work:
 
     @property
     def float64(self) -> bool:
-        """Whether all rows compute in float64; ``False`` if there are no rows."""
-        return bool(self.rows) and all(row.compute_dtype == torch.float64 for row in self.rows)
+        """Whether all rows with a gradient compute in float64; ``False`` if there are no rows."""
+        dtypes = self.compute_dtypes
+        if self.present is not None:
+            dtypes = list(compress(dtypes, self.present))
+        return bool(dtypes) and all(dtype == torch.float64 for dtype in dtypes)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.tensors import flat
 from ampopt_kernels.work import ParamRow, Work
@@ -479,24 +480,21 @@ def as_one(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies | None]:
         between it and the tensors.
     """
     runs: list[list[Tensor]] = []
-    for tensor in tensors:
-        if runs and _adjoins(runs[-1][-1], tensor):
-            runs[-1].append(tensor)
-        else:
-            runs.append([tensor])
+    expected = end_of_storage = -1
+    sizes, width = map(Tensor.numel, tensors), tensors[0].element_size()
+    for tensor, start, size in zip(tensors, addresses(list(tensors)), sizes, strict=True):
+        end = start + size * width
+        if start != expected or end > end_of_storage:
+            runs.append([])
+            storage = tensor.untyped_storage()
+            end_of_storage = storage.data_ptr() + storage.nbytes()
+        runs[-1].append(tensor)
+        expected = end
     views = [_spanning(run) for run in runs]
     if len(views) == 1:
         return views[0], None
     scratch = views[0].new_empty(sum(map(Tensor.numel, views)))
     return scratch, TorchCopies(views, scratch)
-
-
-def _adjoins(a: Tensor, b: Tensor) -> bool:
-    """Return whether ``b`` begins in memory where ``a`` ends."""
-    return (
-        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and a.storage_offset() + a.numel() == b.storage_offset()
-    )
 
 
 def _spanning(tensors: Sequence[Tensor]) -> Tensor:

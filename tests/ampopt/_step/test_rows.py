@@ -62,6 +62,8 @@ TELLING = [
     Step(frozenset({1, 2, 5}), "at once", 1.0, -1),
 ]
 """Steps between which step counts differ, and neighbours in one buffer gain and lose gradients."""
+ONE_DTYPE = [Step(frozenset({0}), "at once", 0.5, -1), Step(frozenset({1}), "at once", 0.5, -1)]
+"""The first gradients are float32, and the second ones float64 for some kinds; so is their norm."""
 
 
 def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> list[Any]:
@@ -120,6 +122,7 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
 def test_kept_rows_step_as_new_rows(kind, backend):
     @fewer(0.5)
     @example(TELLING, True)
+    @example(ONE_DTYPE, True)
     @given(st.lists(STEPS, min_size=3, max_size=4), st.booleans())
     def check(steps, watched):
         torch.manual_seed(0)
