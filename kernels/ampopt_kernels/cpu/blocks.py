@@ -74,21 +74,24 @@ class Stages:
         indices = list(map(self._index_of, zip(*found, strict=True)))
         self.of_rows = torch.tensor(indices, device="cpu")[distinct]
 
-    def fit(self, hyper: tuple[float, ...]) -> bool:
-        """Return whether rows are where the last step left them, and results are for ``hyper``."""
+    def fit(self) -> bool:
+        """Return whether the rows are where the last step left them."""
         pairs = zip(self._stored, self._scalars, strict=True)
-        return (
-            array("d", self._hyper).tobytes() == array("d", hyper).tobytes()  # tells -0.0 from 0.0
-            and len(self._next) <= MOST_STAGES + len(self.of_rows)
-            and all(old is None or s is None or torch.equal(old, s) for old, s in pairs)
+        return len(self._next) <= MOST_STAGES + len(self.of_rows) and all(
+            old is None or s is None or torch.equal(old, s) for old, s in pairs
         )
 
-    def advance(self, coefficients: tuple[float, ...], mask: Tensor | None) -> Numbers:
+    def advance(
+        self, hyper: tuple[float, ...], coefficients: tuple[float, ...], mask: Tensor | None
+    ) -> Numbers:
         """Move the rows in ``mask`` to their next stages, and store their scalar states.
 
         Returns:
             ``coefficients`` and the ``h`` of ``update`` for every row, until the next call.
         """
+        if array("d", self._hyper).tobytes() != array("d", hyper).tobytes():  # tells -0.0 from 0.0
+            self._hyper, self._runs = hyper, 1
+            self._next = array("q", (-1,)) * len(self._next)  # results are for other numbers
         before = self.of_rows
         after = torch.frombuffer(self._next, dtype=torch.int64)[before]
         if after.min().item() < 0:
@@ -227,9 +230,9 @@ class Block:
             h, flags = tuple(map(float, hyper[self.group])), self.rows[0].flags
             counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
             if None in counts:
-                if self.stages is None or not self.stages.fit(h):
+                if self.stages is None or not self.stages.fit():
                     self.stages = Stages(rule, flags, h, self.scalars)
-                numbers = self.stages.advance(coefficients, mask)
+                numbers = self.stages.advance(h, coefficients, mask)
             else:
                 new_s, h = rule.scalars_on_numbers(tuple(counts), h, flags)
                 self._store(new_s, mask)
