@@ -116,14 +116,14 @@ def synchronizations() -> Iterator[list[warnings.WarningMessage]]:
     Each warning has the ``filename`` and ``lineno`` of the innermost Python frame. Other warnings
     are issued again at the end.
     """
-    found: list[warnings.WarningMessage] = []
-    with warnings.catch_warnings(record=True) as caught:
+    sync_warnings: list[warnings.WarningMessage] = []
+    with warnings.catch_warnings(record=True) as all_warnings:
         warnings.simplefilter("always")
         with sync_debug_mode("warn"):
-            yield found
-    for w in caught:
+            yield sync_warnings
+    for w in all_warnings:
         if "called a synchronizing CUDA operation" in str(w.message):
-            found.append(w)
+            sync_warnings.append(w)
         elif "debug mode is a prototype" not in str(w.message):  # from set_sync_debug_mode
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
 

@@ -224,7 +224,7 @@ class _Batch:
         """Concatenate ``pairs``, each an average and a value."""
         self._averages = [flat(a) if is_dense(a) else a for a, _ in pairs]
         values = [flat(dense_like(v, a)) if is_dense(a) else v for a, v in pairs]
-        self.average, self.value = _joined(self._averages), _joined(values)
+        self.average, self.value = _joined_elements(self._averages), _joined_elements(values)
 
     def store(self, elements: Tensor) -> None:
         """Write ``elements``, in the order of :attr:`average`, into the averages."""
@@ -234,7 +234,7 @@ class _Batch:
         copy(self._averages, shaped)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _joined_elements(tensors: list[Tensor]) -> Tensor:
     """The elements of ``tensors`` as one 1-d tensor; a view if there is only one."""
     elements = [tensor.reshape(-1) for tensor in tensors]
     return elements[0] if len(elements) == 1 else torch.cat(elements)
@@ -292,10 +292,10 @@ class _LastSteps:
         )
 
 
-def _checked_optimizers(given: Any) -> list[Optimizer]:
-    """``given`` as a list of one or more ampopt optimizers, else an error."""
-    given = [given] if isinstance(given, torch.optim.Optimizer) else given
-    optimizers = list(given) if isinstance(given, Iterable) else [given]
+def _checked_optimizers(argument: Any) -> list[Optimizer]:
+    """``argument`` as a list of one or more ampopt optimizers, else an error."""
+    argument = [argument] if isinstance(argument, torch.optim.Optimizer) else argument
+    optimizers = list(argument) if isinstance(argument, Iterable) else [argument]
     if not optimizers:
         raise ValueError("optimizer must be an optimizer or several, got none")
     for optimizer in optimizers:
@@ -322,11 +322,13 @@ def _check_decay(decay: Any) -> None:
 
 def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:
     """Raise if more than one of the three is not ``None``, or a function cannot be called."""
-    given = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give one of decay, avg_fn and multi_avg_fn, got {' and '.join(given)}")
-    for name, value in given.items():
+    arguments = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if len(arguments) > 1:
+        raise ValueError(
+            f"give one of decay, avg_fn and multi_avg_fn, got {' and '.join(arguments)}"
+        )
+    for name, value in arguments.items():
         if name != "decay" and not callable(value):
             raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
 

@@ -72,14 +72,14 @@ def set_backend(name: str) -> None:
             could change the cache.
     """
     global _chosen
-    _chosen = _checked(name, "set_backend")
+    _chosen = _checked_name(name, "set_backend")
 
 
 def get_backend() -> str:
     """The name of the chosen backend; see :func:`set_backend`."""
     if _chosen is not None:
         return _chosen
-    return _checked(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
+    return _checked_name(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
 def chosen_by() -> str | None:
@@ -143,15 +143,15 @@ def _compiler_or_cache_lacking() -> str | None:
                 "the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
                 "clang++ names one; install one, or choose 'auto' or 'eager'"
             )
-        found = place()
+        cache = place()
     except (ValueError, CacheError) as error:
         return f"the compiled backend cannot run: {error}, or choose 'auto' or 'eager'"
-    if found.distrusts:
+    if cache.distrusts:
         return (
-            f"the compiled backend has no cache that nobody else can change: {found.instead}. "
+            f"the compiled backend has no cache that nobody else can change: {cache.instead}. "
             "Remove that permission (chown, chmod go-w), or set XDG_CACHE_HOME to a folder that "
             "only you may write to, or choose 'auto' (which keeps what it compiles in "
-            f"{found.folder}) or 'eager'"
+            f"{cache.folder}) or 'eager'"
         )
     return None
 
@@ -197,7 +197,7 @@ def _finds_accelerator() -> bool:
     return any(getattr(torch, kind).is_available() for kind in ACCELERATORS)
 
 
-def _checked(name: str, source: str) -> str:
+def _checked_name(name: str, source: str) -> str:
     """``name``, if that backend can run here; ``source`` is what chose it, for the error."""
     if name not in NAMES:
         raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(NAMES)}")

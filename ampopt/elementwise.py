@@ -207,24 +207,24 @@ class ElementwiseOptimizer(Optimizer):
                 ``master_weights``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)
-        chosen: dict[str, Any] = {
+        options: dict[str, Any] = {
             "master_weights": master_weights,
             PARAM_ROUNDING: param_rounding,
             STATE_BITS: state_bits,
             MASTER_BITS: master_bits,
         }
-        check_options(chosen)
+        check_options(options)
         super().__init__(*args, **kwargs)
-        chosen = {key: value for key, value in chosen.items() if value != DEFAULTS[key]}
-        if chosen:
+        options = {key: value for key, value in options.items() if value != DEFAULTS[key]}
+        if options:
             # In the defaults they also apply to groups that are added later.
-            self.defaults = {**self.defaults, **chosen}
+            self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
-                group.update({**chosen, **group})
-        for said, used in _OPTIONS.values():
-            if self.defaults.get("differentiable") and any(map(used, self.param_groups)):
+                group.update({**options, **group})
+        for usage, is_set in _OPTIONS.values():
+            if self.defaults.get("differentiable") and any(map(is_set, self.param_groups)):
                 raise ValueError(
-                    f"{said} does not go with differentiable=True, which takes torch's own step: "
+                    f"{usage} does not go with differentiable=True, which takes torch's own step: "
                     "leave one of them out"
                 )
         of_24_bits = [group for group in self.param_groups if group.get(MASTER_BITS, 32) != 32]
@@ -245,7 +245,7 @@ class ElementwiseOptimizer(Optimizer):
             The loss that the closure returned; ``None`` without a closure.
         """
         ours = self._ampopt
-        left = torch_scaler.take_handoff(self, (closure,), {})
+        handoff = torch_scaler.take_handoff(self, (closure,), {})
         try:
             self.check_step()
             loss = call_closure(closure)
@@ -255,12 +255,12 @@ class ElementwiseOptimizer(Optimizer):
             ours.step_request = (
                 None  # the request is for this step alone, even if the closure raised
             )
-        if left is not None:
-            request = left.request
+        if handoff is not None:
+            request = handoff.request
         decision = ours.runner.step(ours.with_watch_and_causes(request))
         ours.note_norm(request, decision)
-        if left is not None:
-            left.leave_for_scaler(self, decision)
+        if handoff is not None:
+            handoff.leave_for_scaler(self, decision)
         return loss
 
     def check_step(self) -> None:
@@ -348,14 +348,16 @@ class ElementwiseOptimizer(Optimizer):
         """
         self._ampopt.refuse_unfinished("load_state_dict")
         check_loaded(self, state_dict)
-        kept = [{k: group[k] for k in _OPTIONS if k in group} for group in self.param_groups]
+        options_of_groups = [
+            {k: group[k] for k in _OPTIONS if k in group} for group in self.param_groups
+        ]
         before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
         except BaseException:  # torch may have loaded half of it
             self.state, self.param_groups = before
             raise
-        for group, options in zip(self.param_groups, kept, strict=True):
+        for group, options in zip(self.param_groups, options_of_groups, strict=True):
             for name in _OPTIONS:
                 group.pop(name, None)
             group.update(options)
@@ -397,13 +399,13 @@ class ElementwiseOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle, in which every tensor has memory of its own."""
-        copied = super().__getstate__()
-        copied["state"] = copied["state"].copy()
-        for param, state in copied["state"].items():
+        attributes = super().__getstate__()
+        attributes["state"] = attributes["state"].copy()
+        for param, state in attributes["state"].items():
             # States of small parameters share a buffer, which pickle would write for each of them.
             if isinstance(state, dict):  # users may keep other values under their own keys
-                copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
-        return copied
+                attributes["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
+        return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""

@@ -33,7 +33,7 @@ def report() -> str:
             f"torch {torch.__version__}",
             f"triton {_triton()}",
             "",
-            f"backend: {_chosen()}",
+            f"backend: {_backend()}",
             *(f"  {device}: {_of_device(device)}" for device in _devices()),
             *(f"  {name} {_whether_it_runs(name)}" for name in backends.NAMES if name != "auto"),
             "",
@@ -75,13 +75,13 @@ def cpu_model() -> str:
 
 def _triton() -> str:
     """The version of Triton, and whether it can be imported or is interpreted."""
-    found = version_of("triton") or "not installed"
+    version = version_of("triton") or "not installed"
     if not HAS_TRITON:
-        return found if found == "not installed" else f"{found}, which cannot be imported"
-    return f"{found}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else found
+        return version if version == "not installed" else f"{version}, which cannot be imported"
+    return f"{version}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else version
 
 
-def _chosen() -> str:
+def _backend() -> str:
     """The chosen backend, and what has chosen it; or the error of the choice."""
     try:
         name = backends.get_backend()
@@ -94,15 +94,15 @@ def _chosen() -> str:
 
 def _devices() -> list[torch.device]:
     """The CPU, and every accelerator that torch finds."""
-    found = [torch.device("cpu")]
+    devices = [torch.device("cpu")]
     for kind in ACCELERATORS:
         module = getattr(torch, kind)
         if module.is_available():
-            found += [torch.device(kind, index) for index in range(module.device_count())]
+            devices += [torch.device(kind, index) for index in range(module.device_count())]
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and other.type not in ACCELERATORS:
-        found.append(other)
-    return found
+        devices.append(other)
+    return devices
 
 
 def _of_device(device: torch.device) -> str:
@@ -112,7 +112,7 @@ def _of_device(device: torch.device) -> str:
         why = _why(name, device) if backends.get_backend() == "auto" else "as chosen"
     except (ValueError, RuntimeError) as error:
         name, why = "none", str(error)
-    return f"{name}, {why} ({_described(device)})"
+    return f"{name}, {why} ({_description(device)})"
 
 
 def _why(name: str, device: torch.device) -> str:
@@ -128,7 +128,7 @@ def _why(name: str, device: torch.device) -> str:
     return "as Triton compiles for " + " and ".join(ACCELERATORS) + " alone"
 
 
-def _described(device: torch.device) -> str:
+def _description(device: torch.device) -> str:
     """The name of a device, with its cores and threads or its memory."""
     if device.type == "cpu":
         return f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
@@ -152,16 +152,18 @@ def _compiler() -> str:
         return f"none, since {error}"
     if command is None:
         return "none, as neither CXX nor g++ nor clang++ names one"
-    shown = shlex.join(command)
+    command_line = shlex.join(command)
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30)
+        process = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=30
+        )
         # Test what rules need: libraries, headers, and the instructions of this processor.
         Library('extern "C" int answer() { return 42; }').load()
     except CacheError:
-        return f"{shown}, not tested, as there is no folder for its output"
+        return f"{command_line}, not tested, as there is no folder for its output"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"{shown}, which does not work: {error}"
-    return f"{shown}, which works: {said.stdout.partition(chr(10))[0]}"
+        return f"{command_line}, which does not work: {error}"
+    return f"{command_line}, which works: {process.stdout.partition(chr(10))[0]}"
 
 
 def _cache() -> str:

@@ -313,20 +313,20 @@ class Optimizer(torch.optim.Optimizer):
         casts it to the dtype of its parameter. So saving and loading changes no later step.
         """
         self._ampopt.refuse_unfinished("load_state_dict")
-        known = [group.get(ranks.REPLICATED) for group in self.param_groups]
+        entries = [group.get(ranks.REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
-        for group, replicated in zip(self.param_groups, known, strict=True):
+        for group, replicated in zip(self.param_groups, entries, strict=True):
             if replicated is not None:
                 group.setdefault(ranks.REPLICATED, replicated)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. An error between ``unscale`` and the step."""
         self._ampopt.refuse_unfinished("copying or pickling")
-        copied = super().__getstate__()
-        if (named := self._ampopt.process_group) is not None:
-            copied["process_group"] = ranks.UnpicklableGroup(named)
-        return copied
+        attributes = super().__getstate__()
+        if (group := self._ampopt.process_group) is not None:
+            attributes["process_group"] = ranks.UnpicklableGroup(group)
+        return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
@@ -636,12 +636,12 @@ def _step_scaled_gradients(
     with nullcontext() if loss is None else ours.with_loss(loss):
         if scale is None and max_norm is None:
             return StepResult(optimizer.step(), ours.flag(None), None)
-        decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+        decision, result, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
         ours.warn_without_gradients()
     next_scale = next_scale_of(scale, decision)
     ours.mark_stepped(scale, next_scale)
-    return StepResult(returned, ours.flag(decision), next_scale)
+    return StepResult(result, ours.flag(decision), next_scale)
 
 
 step_scaled_gradients = uncompiled(_step_scaled_gradients)

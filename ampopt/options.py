@@ -102,16 +102,16 @@ def show_options(cls: type[Any]) -> None:
     The descriptions replace one of :data:`_LINES` in the docstring. A class whose docstring has
     none of these lines, such as one that a user wrote, is not changed.
     """
-    for line, shared in _LINES.items():
+    for line, options_class in _LINES.items():
         # Python 3.13 cleans docstrings by itself.
         docstring = inspect.cleandoc(cls.__doc__ or "") + "\n"
         line = "    " + line.lstrip()
         if line in docstring:
             # In the order of the table, which is that of the signatures too.
-            names = [name for name in DEFAULTS if name in shared.__annotations__]
-            described = "".join(_DESCRIPTIONS[name] for name in names)
-            described = textwrap.indent(textwrap.dedent(described), "    ")
-            cls.__doc__ = docstring.replace(line, described)
+            names = [name for name in DEFAULTS if name in options_class.__annotations__]
+            descriptions = "".join(_DESCRIPTIONS[name] for name in names)
+            descriptions = textwrap.indent(textwrap.dedent(descriptions), "    ")
+            cls.__doc__ = docstring.replace(line, descriptions)
             if "__init__" in vars(cls):
                 _show_in_signature(cls.__init__, names)
 
@@ -122,8 +122,8 @@ def _show_in_signature(init: Any, names: list[str]) -> None:
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:
         keyword = inspect.Parameter.KEYWORD_ONLY
-        shared = [inspect.Parameter(name, keyword, default=DEFAULTS[name]) for name in names]
-        init.__signature__ = signature.replace(parameters=[*own, *shared])
+        options = [inspect.Parameter(name, keyword, default=DEFAULTS[name]) for name in names]
+        init.__signature__ = signature.replace(parameters=[*own, *options])
 
 
 def show_torch_signature(cls: type[Any], root: type[Any]) -> None:
@@ -145,8 +145,8 @@ def show_torch_signature(cls: type[Any], root: type[Any]) -> None:
 
     signature = inspect.signature(theirs.__init__)
     ours: list[Any] = [base.__init__ for base in cls.__mro__ if issubclass(base, root)]
-    added = [p for init in ours for p in inspect.signature(init).parameters.values()]
-    keywords = {p.name: p for p in added if p.kind is p.KEYWORD_ONLY}
+    our_parameters = [p for init in ours for p in inspect.signature(init).parameters.values()]
+    keywords = {p.name: p for p in our_parameters if p.kind is p.KEYWORD_ONLY}
     parameters = [*signature.parameters.values(), *keywords.values()]
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     cls.__init__ = __init__

@@ -74,8 +74,8 @@ class Profile:
             for parameter, path in paths.items():
                 by_path.setdefault(path, []).append(parameter)
             for path, parameters in by_path.items():
-                shown = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
-                yield f"  {_count(len(parameters), 'parameter')} ({shown}): {path}"
+                names = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
+                yield f"  {_count(len(parameters), 'parameter')} ({names}): {path}"
             for reason, times in self.plans.get(name, {}).items():
                 yield f"  plan made again {_count(times, 'time')}: {reason}"
 
@@ -176,12 +176,12 @@ def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
 def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
     """``launch`` of the Triton backend, which also counts each kernel in ``launches``."""
 
-    def counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def launch_counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         if programs:  # a launch of 0 programs only compiles
             launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
         launch(device, kernel, programs, arguments)
 
-    return counted
+    return launch_counted
 
 
 # --- paths ------------------------------------------------------------------------------------
@@ -193,35 +193,37 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
     paths = report.paths[name] = {}
     modes: list[Mode] = []  # how the running step is skipped after an overflow
 
-    def noting(skip_policy: SkipPolicy, stepped: Any, step: Any, decision: Decision) -> Any:
-        if stepped is optimizer:
+    def noting(
+        skip_policy: SkipPolicy, stepped_optimizer: Any, step: Any, decision: Decision
+    ) -> Any:
+        if stepped_optimizer is optimizer:
             modes.append(skip_policy.mode)
-        return skipper_step(skip_policy, stepped, step, decision)
+        return skipper_step(skip_policy, stepped_optimizer, step, decision)
 
     def after(*_: Any) -> None:
         path = _path(optimizer, modes.pop() if modes else None)
         report.steps[name] += 1
         for group in optimizer.param_groups:
             for p in group["params"]:
-                known = gradients.name_of(optimizer.param_groups, p)
-                paths[known] = path if p.grad is not None else "not stepped, without a gradient"
+                parameter = gradients.name_of(optimizer.param_groups, p)
+                paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
-    made = _plans_of(optimizer)
+    plans_before = _plans_of(optimizer)
     hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step
     try:
         with mock.patch.object(SkipPolicy, "step", noting):
             yield
     finally:
         hook.remove()
-        report.plans[name] = _plans_of(optimizer) - made
+        report.plans[name] = _plans_of(optimizer) - plans_before
 
 
 def _plans_of(optimizer: Optimizer) -> Counter[str]:
     """How often the optimizer has made a new plan, by the reason."""
     ours = optimizer._ampopt
-    made = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
-    made.pop(FIRST, None)
-    return made
+    plans = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
+    plans.pop(FIRST, None)
+    return plans
 
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:
@@ -240,15 +242,15 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
         return f"{which}, {'which skips by itself' if by_itself else 'unchecked'}"
     if mode == "transaction":
         return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
-    looked = f"{which}, after the host looked at the overflow flag"
+    description = f"{which}, after the host looked at the overflow flag"
     skip_policy: Any = ours.skip_policy
     if skip_policy.reason is not None:
-        return f"{looked}, as the step {skip_policy.reason}"
+        return f"{description}, as the step {skip_policy.reason}"
     if mode == "probation":
-        return f"{looked}, to find out whether later ones can be transactions"
+        return f"{description}, to find out whether later ones can be transactions"
     if ours.skip_by == "host":
-        return f"{looked}, as skip_by='host' says"
-    return f"{looked}, which costs nothing on the CPU; on a GPU, a transaction where it can be"
+        return f"{description}, as skip_by='host' says"
+    return f"{description}, which costs nothing on the CPU; on a GPU, a transaction where it can be"
 
 
 # --- looks ------------------------------------------------------------------------------------

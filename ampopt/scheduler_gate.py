@@ -64,7 +64,7 @@ class LRSchedulerGate(LRScheduler):
         scheduler: the scheduler that the gate advances.
     """
 
-    _own = frozenset({"scheduler", "_delay", "_attempts", "_unknown", "_ahead", "_hook"})
+    _own = frozenset({"scheduler", "_delay", "_attempts", "_outcomes", "_ahead", "_hook"})
     """Names of the gate's attributes; all others are the scheduler's."""
 
     def __init__(self, scheduler: LRScheduler, *, delay: int | None = None) -> None:
@@ -84,7 +84,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler = scheduler
         self._delay = delay
         self._attempts: list[Tensor | None] = []
-        self._unknown: deque[_AllSkipped] = deque()
+        self._outcomes: deque[_AllSkipped] = deque()
         self._ahead = 0
         while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
             optimizer = inner  # of a wrapper, such as Accelerate's, the hooks are not called
@@ -110,10 +110,10 @@ class LRSchedulerGate(LRScheduler):
         A checkpoint can be loaded with or without a gate.
         """
         state = self.scheduler.state_dict()
-        if not (self._unknown or self._ahead):
+        if not (self._outcomes or self._ahead):
             return state
-        unknown = [outcome.skipped() for outcome in self._unknown]
-        return {**state, _STATE: {"unknown": unknown, "ahead": self._ahead}}
+        skips = [outcome.skipped() for outcome in self._outcomes]
+        return {**state, _STATE: {"unknown": skips, "ahead": self._ahead}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of the gate, or of the scheduler alone.
@@ -127,7 +127,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []
         self._ahead = own["ahead"]
-        self._unknown = deque(_AllSkipped(skip, None, False) for skip in own["unknown"])
+        self._outcomes = deque(_AllSkipped(skip, None, False) for skip in own["unknown"])
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The learning rates in use; after a skip, see the delay of :func:`lr_scheduler_gate`."""
@@ -163,12 +163,12 @@ class LRSchedulerGate(LRScheduler):
         """Whether to advance the scheduler now; ``attempts`` are the flags since the last call."""
         if not attempts:
             return False
-        self._unknown.append(_outcome(attempts))
+        self._outcomes.append(_outcome(attempts))
         delay = self._delay
         if delay is None:
-            delay = DELAY if any(outcome.is_late for outcome in self._unknown) else 0
-        while len(self._unknown) > delay:
-            self._ahead += self._unknown.popleft().skipped()
+            delay = DELAY if any(outcome.is_late for outcome in self._outcomes) else 0
+        while len(self._outcomes) > delay:
+            self._ahead += self._outcomes.popleft().skipped()
         if self._ahead:
             self._ahead -= 1
             return False
@@ -185,19 +185,19 @@ class _AllSkipped(NamedTuple):
     """Whether all steps between two calls of a gate were skipped.
 
     Attributes:
-        skip: more than 0 if all were skipped; on the host, where it is valid after ``arrived``.
-        arrived: the event of the copy to the host; ``None`` if there was no copy.
+        skip: more than 0 if all were skipped; on the host, where it is valid after ``copy_event``.
+        copy_event: the event of the copy to the host; ``None`` if there was no copy.
         is_late: whether reading ``skip`` may make the host wait for a device.
     """
 
     skip: Tensor | bool
-    arrived: Any
+    copy_event: Any
     is_late: bool
 
     def skipped(self) -> bool:
         """Whether all steps were skipped. Waits for the copy to the host."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        if self.copy_event is not None:
+            self.copy_event.synchronize()
         return bool(self.skip > 0)
 
 

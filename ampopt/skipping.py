@@ -126,17 +126,17 @@ class skip_when:
         """
         if name not in _WINDOWS:
             raise ValueError(f"name must be one of {', '.join(map(repr, _WINDOWS))}, got {name!r}")
-        unknown = overrides.keys() - {"norm_deviations", "loss_deviations"}
-        if unknown:
-            raise TypeError(f"overrides are norm_deviations and loss_deviations, got {unknown}")
+        other_names = overrides.keys() - {"norm_deviations", "loss_deviations"}
+        if other_names:
+            raise TypeError(f"overrides are norm_deviations and loss_deviations, got {other_names}")
         usual = _DEVIATIONS[name]
         deviations = {what: overrides.get(f"{what}_deviations", usual) for what in ("norm", "loss")}
-        made = cls.__new__(cls)
+        condition = cls.__new__(cls)
         limits = {"norm": None, "loss": None}
-        made._begin(
+        condition._begin(
             optimizer, limits, deviations, lambda n: WindowStatistics(n, _WINDOWS[name]), name
         )
-        return made
+        return condition
 
     def remove(self) -> None:
         """Stop skipping steps for these causes."""
@@ -177,12 +177,12 @@ class skip_when:
     @property
     def needs_norm(self) -> bool:
         """Whether a check needs the gradient norm."""
-        return "norm" in self._watched
+        return "norm" in self._quantities
 
     @property
     def needs_loss(self) -> bool:
         """Whether a check needs the loss."""
-        return "loss" in self._watched
+        return "loss" in self._quantities
 
     @property
     def needs_values(self) -> bool:
@@ -209,7 +209,7 @@ class skip_when:
             device: the device on which the step is decided.
         """
         checks = []
-        for what in self._watched:
+        for what in self._quantities:
             statistics, limit = self._statistics.get(what), self._limits[what] or -1.0
             cause, of_norm = float(1 + CAUSES.index(what)), float(what == "norm")
             value = None if of_norm else loss
@@ -268,8 +268,8 @@ class skip_when:
         self._statistics: dict[str, Statistics] = {
             what: make_statistics(n) for what, n in deviations.items() if n is not None
         }
-        self._watched = [w for w in ("norm", "loss") if limits[w] or w in self._statistics]
-        if not self._watched:
+        self._quantities = [w for w in ("norm", "loss") if limits[w] or w in self._statistics]
+        if not self._quantities:
             raise ValueError(
                 "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
             )
@@ -376,11 +376,11 @@ class WindowStatistics(Statistics):
         """Whether ``value``, a 0-d tensor, is an outlier: bool, 0-d. Changes nothing."""
         settings, count = self._settings, self.numbers_on(value.device)[0]
         ring = self._with(value) if settings["latest"] else self._numbers[2:]
-        known = (count + settings["latest"]).clamp(max=len(ring))
-        is_used = torch.arange(len(ring), device=ring.device) < known
-        mean = torch.where(is_used, ring, 0.0).sum() / known
+        n_values = (count + settings["latest"]).clamp(max=len(ring))
+        is_used = torch.arange(len(ring), device=ring.device) < n_values
+        mean = torch.where(is_used, ring, 0.0).sum() / n_values
         squares = torch.where(is_used, (ring - mean).square(), 0.0).sum()
-        deviation = (squares / (known - settings["correction"])).sqrt()
+        deviation = (squares / (n_values - settings["correction"])).sqrt()
         away = (value - mean).abs() if settings["both_sides"] else value - mean
         usual = away <= self._deviations * deviation  # NaN is an outlier
         return (count + 1 >= settings["first"]) & ~usual

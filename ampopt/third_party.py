@@ -73,9 +73,9 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
             "use patch_optimizer(optimizer), or extend its class before making it"
         )
     if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
-        shown = cls.__name__ if isinstance(cls, type) else type(cls).__name__
-        raise TypeError(f"extend takes a subclass of torch.optim.Optimizer, got {shown}")
-    return cls if issubclass(cls, Optimizer) else _twin(cls) or _extended(cls)
+        name = cls.__name__ if isinstance(cls, type) else type(cls).__name__
+        raise TypeError(f"extend takes a subclass of torch.optim.Optimizer, got {name}")
+    return cls if issubclass(cls, Optimizer) else _twin(cls) or _extended_class(cls)
 
 
 def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -111,11 +111,11 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     _refuse_private(cls, optimizer)
     optimizer.__class__ = cls
     _complete(optimizer, was)
-    given: Any = vars(optimizer).get("step")
-    if is_wrapped_by_scheduler(given) and given.__wrapped__ is step:
+    instance_step: Any = vars(optimizer).get("step")
+    if is_wrapped_by_scheduler(instance_step) and instance_step.__wrapped__ is step:
         del optimizer.step  # a scheduler's wrapper around the step of the former class
         _Tracker(optimizer)
-    elif given is not None:
+    elif instance_step is not None:
         # Someone has set a step on the instance, which may call the step of the former class. That
         # step reads neither the flag of a scaler nor that of a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -137,15 +137,15 @@ def _twin(cls: type) -> type | None:
     return twin if isinstance(twin, type) and cls in twin.__bases__ else None
 
 
-def _extended(cls: type) -> type:
+def _extended_class(cls: type) -> type:
     """The subclass of ``cls`` with control points; made once for each ``cls``."""
-    for known in cls.__subclasses__():
-        if vars(known).get("_extends") is cls:
-            return known
+    for subclass in cls.__subclasses__():
+        if vars(subclass).get("_extends") is cls:
+            return subclass
     theirs = {name for base in cls.__mro__ if base not in _TORCHS for name in vars(base)}
     if _NAME in theirs:
         raise _no_free_name(cls)
-    kept = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
+    their_attributes = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
 
     takes_group = "process_group" in inspect.signature(cls.__init__).parameters
 
@@ -165,7 +165,7 @@ def _extended(cls: type) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "_extends": cls,
-        **kept,
+        **their_attributes,
     }
     return _meta(type(cls))(cls.__name__, (cls, Optimizer), namespace)
 
@@ -184,11 +184,11 @@ def _meta(of_theirs: type) -> type:
         return type.mro(cls) if extends is None else [cls, Optimizer, *extends.__mro__]
 
     meta = type(of_theirs.__name__, (of_theirs,), {"mro": mro})
-    copyreg.pickle(meta, _reduced)
+    copyreg.pickle(meta, _reduction)
     return meta
 
 
-def _reduced(cls: Any) -> Any:
+def _reduction(cls: Any) -> Any:
     """How ``copyreg`` pickles an extended class: as the call of :func:`extend` that makes it."""
     # A subclass that a user derives from an extended class is pickled by its name, as usual.
     extends = vars(cls).get("_extends")

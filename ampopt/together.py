@@ -78,9 +78,9 @@ def unscale_and_step(
     Nothing has changed when one of these is raised. If a step or a step hook raises an error, the
     optimizers before it have already stepped.
     """
-    optimizers = _checked(optimizers)
+    optimizers = _checked_optimizers(optimizers)
     check_max_norm(max_norm)
-    process_group = _agreed(optimizers) if process_group is None else process_group
+    process_group = _common_group(optimizers) if process_group is None else process_group
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = _device_of(optimizers)
     uploads = optimizers[0]._ampopt.uploads
@@ -97,14 +97,14 @@ def unscale_and_step(
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
         request = optimizer._ampopt.with_watch_and_causes(request)
-    accumulated = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
-    if accumulated:
-        agreed = ranks.agreement(groups, process_group)
-        decision = _end_cycles(optimizers, request, agreed, device)
+    has_sums = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
+    if has_sums:
+        agreement = ranks.agreement(groups, process_group)
+        decision = _end_cycles(optimizers, request, agreement, device)
     else:
         decision = check_and_unscale(groups, request, uploads=uploads, process_group=process_group)
     next_scale = next_scale_of(scale, decision)
-    to_device = None if accumulated else request.scale  # the scale of the gradients in p.grad
+    to_device = None if has_sums else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, to_device, decision)
     try:
         for optimizer in optimizers:
@@ -153,7 +153,9 @@ def _end_cycles(
         # `accumulate` named parameters by the groups of their own optimizer; number them by the
         # groups of all optimizers, as an optimizer without sums does.
         owners = {owner.key: owner for _, _, owner in with_grads}
-        decision = replace(decision, reports=tuple(_owned(p, owners) for p in decision.reports))
+        decision = replace(
+            decision, reports=tuple(_with_owners(p, owners) for p in decision.reports)
+        )
     if request.max_norm is None:
         return decision
     norm_request = Request(
@@ -164,20 +166,20 @@ def _end_cycles(
         measure=request.measure,  # measure here, because the steps get clipped gradients
     )
     uploads = sums[0].uploads["norm"]
-    measured = check_and_unscale_params(
+    norm_decision = check_and_unscale_params(
         with_grads, norm_request, agreement, device, write=False, uploads=uploads
     )
-    if decision is None or measured is None:
-        return measured
+    if decision is None or norm_decision is None:
+        return norm_decision
     return replace(
         decision,
-        coefficients=measured.coefficients,
-        norm=measured.norm,
-        reports=(*decision.reports, *measured.reports),
+        coefficients=norm_decision.coefficients,
+        norm=norm_decision.norm,
+        reports=(*decision.reports, *norm_decision.reports),
     )
 
 
-def _owned(part: Any, owners: dict[int, Owner]) -> Any:
+def _with_owners(part: Any, owners: dict[int, Owner]) -> Any:
     """``part``, the overflows found in some gradients, with parameters named as in ``owners``."""
     if not isinstance(part, GradientReport):
         return part
@@ -206,7 +208,7 @@ def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> R
     )
 
 
-def _checked(optimizers: Any) -> list[Optimizer]:
+def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
     """``optimizers`` as a list of ampopt optimizers that can step together, else an error."""
     if isinstance(optimizers, torch.optim.Optimizer):
         raise TypeError(
@@ -241,10 +243,10 @@ def _checked(optimizers: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _agreed(optimizers: list[Optimizer]) -> Any:
+def _common_group(optimizers: list[Optimizer]) -> Any:
     """The one process group that optimizers have; ``None`` if none of them has one."""
-    given = [optimizer._ampopt.process_group for optimizer in optimizers]
-    groups = list(dict.fromkeys(group for group in given if group is not None))
+    process_groups = [optimizer._ampopt.process_group for optimizer in optimizers]
+    groups = list(dict.fromkeys(group for group in process_groups if group is not None))
     if len(groups) > 1:
         raise ValueError(
             f"optimizers have {len(groups)} different process groups, but they skip together: pass "

@@ -30,7 +30,7 @@ class Condition:
     scale_below: float | None = None
     zero_share_above: float | None = None
     raises: bool = False
-    _passed: set[str] = field(default_factory=set, init=False)
+    _passed_limits: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -62,8 +62,8 @@ class Condition:
             Alarm: a limit is passed, and :attr:`raises` is true.
         """
         now = self._now(reading)
-        new = [text for kind, text in now.items() if kind not in self._passed]
-        self._passed = set(now)
+        new = [text for kind, text in now.items() if kind not in self._passed_limits]
+        self._passed_limits = set(now)
         for text in new:
             if self.raises:
                 raise Alarm(text)

@@ -10,11 +10,11 @@ SHOWN = 30
 """The largest number of parameters in the plot."""
 
 
-def draw(read: dict[str, Any], path: Any) -> None:
+def draw(numbers: dict[str, Any], path: Any) -> None:
     """Plot scale, norm, loss and skips over the steps, and below them a heat map of the parameters.
 
     Args:
-        read: the result of :meth:`ampopt.Watch.read`.
+        numbers: the result of :meth:`ampopt.Watch.read`.
         path: the file to write.
 
     Raises:
@@ -28,11 +28,11 @@ def draw(read: dict[str, Any], path: Any) -> None:
             "watch.plot() draws with matplotlib, which cannot be imported here: pip install "
             "matplotlib, or print(watch) for a table"
         ) from error
-    worst = worst_first(read)[:SHOWN]
+    worst = worst_first(numbers)[:SHOWN]
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(worst)), layout="constrained")
     FigureCanvasAgg(figure)  # so that the backend of the program does not matter
     over_steps, of_layers = figure.subplots(2, 1, height_ratios=[4, 1 + 0.22 * len(worst)])
-    _draw_steps(over_steps, read["recent"])
+    _draw_steps(over_steps, numbers["recent"])
     _draw_parameters(of_layers, worst)
     figure.savefig(path)
 
@@ -40,14 +40,14 @@ def draw(read: dict[str, Any], path: Any) -> None:
 def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
     """Draw scale, norm and loss of the last steps, and a red line at each skipped one."""
     for name, color in (("scale", "tab:blue"), ("norm", "tab:gray"), ("loss", "tab:green")):
-        known = [(step["step"], step[name]) for step in recent if step[name] is not None]
-        if known:
-            axes.step(*zip(*known, strict=True), where="mid", label=name, color=color)
+        points = [(step["step"], step[name]) for step in recent if step[name] is not None]
+        if points:
+            axes.step(*zip(*points, strict=True), where="mid", label=name, color=color)
     axes.set_yscale("log", base=2)
-    skipped = [step["step"] for step in recent if step["skipped"]]
-    for at in skipped:
+    skipped_steps = [step["step"] for step in recent if step["skipped"]]
+    for at in skipped_steps:
         axes.axvline(at, color="tab:red", linewidth=0.8, alpha=0.6)
-    axes.set_title(f"{len(skipped)} of the last {len(recent)} steps skipped (red)")
+    axes.set_title(f"{len(skipped_steps)} of the last {len(recent)} steps skipped (red)")
     axes.set_xlabel("step")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
@@ -63,8 +63,8 @@ def _draw_parameters(axes: Any, worst: list[tuple[str, dict[str, Any]]]) -> None
         axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=1)
     for y, row in enumerate(values):
         for x, value in enumerate(row):
-            shown = f"{value:.1%}" if columns[x] == "underflow" else f"{value:.3g}"
+            text = f"{value:.1%}" if columns[x] == "underflow" else f"{value:.3g}"
             color = "white" if shares[y][x] > 0.6 else "black"
-            axes.text(x, y, shown, ha="center", va="center", fontsize=8, color=color)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(worst)), [name for name, _ in worst], fontsize=8)

@@ -40,7 +40,7 @@ class Reading:
     def __init__(
         self,
         steps: int,
-        forgotten: int,
+        n_forgotten: int,
         copies: "Sequence[tuple[list[str], WatchStatistics]]",
         by_rank: "Mapping[tuple[int, ...], Copying]",
         events: Sequence[Any],
@@ -51,14 +51,15 @@ class Reading:
 
         Args:
             steps: the number of steps when the copy was started.
-            forgotten: how many of the first steps are not in the ring, as a loaded state had them.
+            n_forgotten: how many of the first steps are not in the ring, as a loaded state had
+                them.
             copies: by device, the names of the parameters and the copy of the statistics; that with
                 the totals and the ring first.
             by_rank: by ranks, in how many steps each of them found an overflow.
             events: the events that follow the copies on their devices.
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
-        self._steps, self._forgotten = steps, forgotten
+        self._steps, self._n_forgotten = steps, n_forgotten
         self._copies, self._by_rank, self._alone = copies, by_rank, alone
         self._events = [*events, *(copy.event for copy in by_rank.values() if copy.event)]
 
@@ -76,7 +77,7 @@ class Reading:
             event.synchronize()
         _, steps = self._copies[0]
         ring = steps.ring
-        first = max(self._forgotten, self._steps - len(ring))
+        first = max(self._n_forgotten, self._steps - len(ring))
         order = [number % len(ring) for number in range(first, self._steps)]
         return RankStatistics(
             self._steps,
@@ -143,12 +144,12 @@ def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
 
 def _parameter(row: Sequence[float]) -> dict[str, Any]:
     """The statistics of one parameter, by name, from its row on the device."""
-    largest, overflows, used, flushed, *lately = row
+    largest, overflows, n_used, n_flushed, *lately = row
     return {
         "overflows": int(overflows),
         "last_overflow": int(max(lately)) or None,
         "largest": largest,
-        "underflow": flushed / used if used else 0.0,
+        "underflow": n_flushed / n_used if n_used else 0.0,
     }
 
 
@@ -184,20 +185,20 @@ def merged(ranks: Sequence[RankStatistics]) -> RankStatistics:
         for entry, other in zip(recent, snapshot.recent, strict=True):
             squares = [x for x in (entry[_SQUARES], other[_SQUARES]) if x >= 0]
             entry[_SQUARES] = sum(squares) if squares else NOT_GIVEN
-    parameters = {name: _joined(shards) for name, shards in rows.items()}
+    parameters = {name: _joined_row(shards) for name, shards in rows.items()}
     return RankStatistics(first.steps, parameters, first.totals, recent, first.by_rank)
 
 
-def _joined(shards: Sequence[Sequence[float]]) -> list[float]:
+def _joined_row(shards: Sequence[Sequence[float]]) -> list[float]:
     """The statistics of one parameter, from those of its shards.
 
     A shard keeps the steps of its last overflows. Of steps before the first that all shards keep,
     the count is that of the shard with the most overflows: a lower bound.
     """
-    known = max(min(shard[COUNTS:]) for shard in shards)  # 0 if no shard has dropped any
-    lately = [{step for step in shard[COUNTS:] if step >= max(known, 1)} for shard in shards]
+    first_known = max(min(shard[COUNTS:]) for shard in shards)  # 0 if no shard has dropped any
+    lately = [{step for step in shard[COUNTS:] if step >= max(first_known, 1)} for shard in shards]
     before = max(shard[1] - len(steps) for shard, steps in zip(shards, lately, strict=True))
     every = set().union(*lately)
     largest = max(shard[0] for shard in shards)
-    used, flushed = (sum(shard[i] for shard in shards) for i in (2, 3))
-    return [largest, before + len(every), used, flushed, *every, 0.0]
+    n_used, n_flushed = (sum(shard[i] for shard in shards) for i in (2, 3))
+    return [largest, before + len(every), n_used, n_flushed, *every, 0.0]

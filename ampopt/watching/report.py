@@ -25,23 +25,23 @@ COLLAPSE = 10
 fewer."""
 
 
-def worst_first(read: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def worst_first(numbers: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The parameters, by most overflows, then latest overflow, then largest gradient."""
 
     def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
         stats = item[1]
         return stats["overflows"], stats["last_overflow"] or 0, stats["largest"], stats["underflow"]
 
-    return sorted(read["parameters"].items(), key=badness, reverse=True)
+    return sorted(numbers["parameters"].items(), key=badness, reverse=True)
 
 
-def summary(read: dict[str, Any]) -> str:
+def summary(numbers: dict[str, Any]) -> str:
     """The totals, and a line for each of the parameters that overflowed most."""
-    worst = worst_first(read)
+    worst = worst_first(numbers)
     width = max([len(name) for name, _ in worst[:WORST]], default=9)
     lines = [
-        _totals(read),
-        *_of_ranks(read),
+        _totals(numbers),
+        *_of_ranks(numbers),
         f"{'parameter':<{width}}  overflows  last  largest |g|  underflow",
     ]
     for name, stats in worst[:WORST]:
@@ -55,53 +55,53 @@ def summary(read: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_words(read: dict[str, Any], *, float16: bool) -> str:
+def in_words(numbers: dict[str, Any], *, float16: bool) -> str:
     """A report in sentences: what happened, and what to do about it.
 
     Args:
-        read: what :meth:`ampopt.Watch.read` returned.
+        numbers: what :meth:`ampopt.Watch.read` returned.
         float16: whether parameters are float16.
     """
-    if not read["steps"]:
+    if not numbers["steps"]:
         return "No step has been attempted yet."
-    scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in read["recent"])
+    is_scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in numbers["recent"])
     sentences = [
-        _totals(read),
-        *_of_overflows(read, lowers=scaled and not _has_collapsed(read)),
-        *_of_runs(read),
-        *_of_spikes(read, "norm", "gradient norm", _norm_limit),
-        *_of_spikes(read, "loss", "loss", _loss_limit),
-        *(_of_underflow(read) if scaled else []),
-        *_of_other_causes(read),
+        _totals(numbers),
+        *_of_overflows(numbers, lowers=is_scaled and not _has_collapsed(numbers)),
+        *_of_runs(numbers),
+        *_of_spikes(numbers, "norm", "gradient norm", _norm_limit),
+        *_of_spikes(numbers, "loss", "loss", _loss_limit),
+        *(_of_underflow(numbers) if is_scaled else []),
+        *_of_other_causes(numbers),
     ]
     if len(sentences) == 1:
-        few = ", and few are too small for float16" if scaled else ""
+        few = ", and few are too small for float16" if is_scaled else ""
         sentences.append(f"No gradient overflowed{few}: leave it as it is.")
     return "\n".join(sentences)
 
 
-def _totals(read: dict[str, Any]) -> str:
+def _totals(numbers: dict[str, Any]) -> str:
     """How many steps there were, how many were skipped, and the last scale."""
-    scale = read["recent"][-1]["scale"] if read["recent"] else None
+    scale = numbers["recent"][-1]["scale"] if numbers["recent"] else None
     under = "" if scale is None else f", the last under a scale of {_power(scale)}"
-    row = f", {read['skips_in_a_row']} in a row up to now" if read["skips_in_a_row"] else ""
-    return f"{_steps(read['steps'])}, {read['skips']} skipped{row}{under}."
+    row = f", {numbers['skips_in_a_row']} in a row up to now" if numbers["skips_in_a_row"] else ""
+    return f"{_steps(numbers['steps'])}, {numbers['skips']} skipped{row}{under}."
 
 
-def _of_overflows(read: dict[str, Any], *, lowers: bool) -> list[str]:
+def _of_overflows(numbers: dict[str, Any], *, lowers: bool) -> list[str]:
     """Which parameters overflowed, how often, and advice; ``lowers``: a lower scale may help."""
-    bad = [(name, stats) for name, stats in worst_first(read) if stats["overflows"]]
+    bad = [(name, stats) for name, stats in worst_first(numbers) if stats["overflows"]]
     if not bad:
-        return _of_ranks(read)
+        return _of_ranks(numbers)
     first, stats = bad[0]
     most = [name for name, other in bad if other["overflows"] == stats["overflows"]]
-    every = read["steps"] / stats["overflows"]
+    every = numbers["steps"] / stats["overflows"]
     how_often = (
         "once"
         if stats["overflows"] == 1
         else f"{stats['overflows']} times, every {every:.3g} steps,"
     )
-    if len(most) > 1 and len(most) == len(read["parameters"]):
+    if len(most) > 1 and len(most) == len(numbers["parameters"]):
         return [
             f"All parameters overflowed together, {how_often} last at step "
             f"{stats['last_overflow']}: that is the loss, or the batch, or the first layer to "
@@ -124,18 +124,18 @@ def _of_overflows(read: dict[str, Any], *, lowers: bool) -> list[str]:
     return sentences
 
 
-def _of_runs(read: dict[str, Any]) -> list[str]:
+def _of_runs(numbers: dict[str, Any]) -> list[str]:
     """The overflows in a row up to now, or else the longest run of them among the last steps."""
-    runs, now = _runs(read), _run_now(read)
+    runs, now = _runs(numbers), _run_now(numbers)
     run = now or max(runs, key=len, default=[])
     if len(run) <= 1:
         return []
     first, last = run[0]["step"], run[-1]["step"]
     if not now:
         return [f"The longest run of overflows is of {len(run)} steps, from {first} to {last}."]
-    earlier = " or earlier" if first == read["recent"][0]["step"] > 1 else ""
+    earlier = " or earlier" if first == numbers["recent"][0]["step"] > 1 else ""
     sentence = f"All steps from step {first}{earlier} on have overflowed, {len(run)} in a row."
-    if not _has_collapsed(read):
+    if not _has_collapsed(numbers):
         return [sentence]
     return [
         f"{sentence} Nothing is being trained any more: resume from a checkpoint of before step "
@@ -143,40 +143,40 @@ def _of_runs(read: dict[str, Any]) -> list[str]:
     ]
 
 
-def _runs(read: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def _runs(numbers: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The overflows among the last steps, those of successive steps together."""
 
     def overflowed(entry: dict[str, Any]) -> bool:
         return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
 
-    return [list(run) for is_run, run in groupby(read["recent"], overflowed) if is_run]
+    return [list(run) for is_run, run in groupby(numbers["recent"], overflowed) if is_run]
 
 
-def _run_now(read: dict[str, Any]) -> list[dict[str, Any]]:
+def _run_now(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     """The overflows in a row up to now."""
-    runs = _runs(read)
-    return runs[-1] if runs and runs[-1][-1]["step"] == read["steps"] else []
+    runs = _runs(numbers)
+    return runs[-1] if runs and runs[-1][-1]["step"] == numbers["steps"] else []
 
 
-def _has_collapsed(read: dict[str, Any]) -> bool:
+def _has_collapsed(numbers: dict[str, Any]) -> bool:
     """Whether so many steps in a row have overflowed that the run no longer trains."""
-    return len(_run_now(read)) >= COLLAPSE
+    return len(_run_now(numbers)) >= COLLAPSE
 
 
 def _of_spikes(
-    read: dict[str, Any], key: str, what: str, limit: Callable[[list[float], float], float]
+    numbers: dict[str, Any], key: str, what: str, limit: Callable[[list[float], float], float]
 ) -> list[str]:
     """The steps that were applied with an unusual value, the largest of them by name.
 
     Args:
-        read: what :meth:`ampopt.Watch.read` returned.
+        numbers: what :meth:`ampopt.Watch.read` returned.
         key: the value in the entries of its ``recent``.
         what: the value in words.
         limit: the largest usual value, from the values before it and their median.
     """
     least, most = BEFORE_A_SPIKE
     before, spikes = deque[float](maxlen=most), []
-    for entry in read["recent"]:
+    for entry in numbers["recent"]:
         value = entry[key]
         if entry["skipped"] or value is None or not math.isfinite(value):
             continue
@@ -206,9 +206,9 @@ def _loss_limit(losses: list[float], usual: float) -> float:
     return usual + max(SPIKE * deviation, RISE * abs(usual))
 
 
-def _of_ranks(read: dict[str, Any]) -> list[str]:
+def _of_ranks(numbers: dict[str, Any]) -> list[str]:
     """The overflows of each rank, if there are several."""
-    by_rank = read["overflows_by_rank"]
+    by_rank = numbers["overflows_by_rank"]
     if not by_rank:
         return []
     counts = ", ".join(f"{n} on rank {rank}" for rank, n in sorted(by_rank.items())[:WORST])
@@ -219,9 +219,9 @@ def _of_ranks(read: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_underflow(read: dict[str, Any]) -> list[str]:
+def _of_underflow(numbers: dict[str, Any]) -> list[str]:
     """Which parameter would lose most without a scale, if any loses much."""
-    shares = [(stats["underflow"], name) for name, stats in read["parameters"].items()]
+    shares = [(stats["underflow"], name) for name, stats in numbers["parameters"].items()]
     share, name = max(shares, default=(0.0, ""))
     if share <= UNDERFLOW:
         return []
@@ -232,9 +232,9 @@ def _of_underflow(read: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_other_causes(read: dict[str, Any]) -> list[str]:
+def _of_other_causes(numbers: dict[str, Any]) -> list[str]:
     """How many steps ``skip_when`` has skipped, by cause."""
-    causes = {cause: n for cause, n in read["skipped_by"].items() if n and cause != "overflow"}
+    causes = {cause: n for cause, n in numbers["skipped_by"].items() if n and cause != "overflow"}
     return [f"Skipped for the {cause}: {_steps(n)}." for cause, n in causes.items()]
 
 

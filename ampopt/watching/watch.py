@@ -118,13 +118,13 @@ class Watch:
             )
         self.optimizer = optimizer
         self._last, self._steps = last, 0
-        self._forgotten = 0  # steps before those in the ring of a loaded state
+        self._n_forgotten = 0  # steps before those in the ring of a loaded state
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        self._home = torch.device("cpu") if first is None else first.device
+        self._device = torch.device("cpu") if first is None else first.device
         self._statistics: dict[torch.device, WatchStatistics] = {
-            self._home: zeros(0, last, self._home)
+            self._device: zeros(0, last, self._device)
         }
-        self._names: dict[torch.device, list[str]] = {self._home: []}
+        self._names: dict[torch.device, list[str]] = {self._device: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
         self._parts: dict[torch.device, tuple[GradientReport, list[ChunkRange]]] = {}
@@ -201,7 +201,7 @@ class Watch:
             :meth:`read` would have returned at the time of this call.
         """
         self._grow()
-        decision_device, *others = dict.fromkeys((self._home, *self._statistics))
+        decision_device, *others = dict.fromkeys((self._device, *self._statistics))
         copies, events = [], []
         for device in (decision_device, *others):
             statistics, event = statistics_on_host(self._statistics[device])
@@ -209,7 +209,7 @@ class Watch:
             events += [] if event is None else [event]
         by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}
         return Reading(
-            self._steps, self._forgotten, copies, by_rank, events, alone=self._decides_alone()
+            self._steps, self._n_forgotten, copies, by_rank, events, alone=self._decides_alone()
         )
 
     def gather(self) -> dict[str, Any]:
@@ -318,12 +318,12 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics of this rank, for ``torch.load(weights_only=True)``. Synchronizes."""
-        saved = self._snapshot()
+        snapshot = self._snapshot()
         return {
-            "steps": saved.steps,
-            "parameters": {name: list(row) for name, row in saved.parameters.items()},
-            "totals": list(saved.totals),
-            "recent": [list(entry) for entry in saved.recent],
+            "steps": snapshot.steps,
+            "parameters": {name: list(row) for name, row in snapshot.parameters.items()},
+            "totals": list(snapshot.totals),
+            "recent": [list(entry) for entry in snapshot.recent],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -344,25 +344,25 @@ class Watch:
             )
         self._grow()
         rows = state_dict["parameters"]
-        known = {name for names in self._names.values() for name in names}
-        saved = set(rows) if isinstance(rows, Mapping) else set()
-        if saved != known:
+        own_names = {name for names in self._names.values() for name in names}
+        saved_names = set(rows) if isinstance(rows, Mapping) else set()
+        if saved_names != own_names:
             raise ValueError(
                 "the saved watch was over other parameters: "
-                f"{sorted(saved ^ known)} are in one of the two only"
+                f"{sorted(saved_names ^ own_names)} are in one of the two only"
             )
         steps = check_count("steps", state_dict["steps"], least=0)
         table = {name: _numbers(name, row, COLUMNS) for name, row in rows.items()}
         totals = _numbers("totals", state_dict["totals"], 1 + len(CAUSES))
         recent = _numbers("recent", state_dict["recent"], -1, RING)[-self._last :]
-        self._steps, self._forgotten = steps, max(steps - len(recent), 0)
+        self._steps, self._n_forgotten = steps, max(steps - len(recent), 0)
         for device, names in self._names.items():
             statistics = zeros(len(names), self._last, torch.device("cpu"))
             for place, name in enumerate(names):
                 statistics.parameters[place] = table[name]
-            if device == self._home:
+            if device == self._device:
                 statistics.totals.copy_(totals)
-                for number, entry in enumerate(recent, start=self._forgotten):
+                for number, entry in enumerate(recent, start=self._n_forgotten):
                     statistics.ring[number % self._last] = entry
             self._statistics[device].numbers.copy_(statistics.numbers)
 
@@ -372,7 +372,7 @@ class Watch:
         """Add the last step to the statistics: a step post-hook."""
         if optimizer._ampopt.is_stepping:
             return
-        if devices.captures(self._home):
+        if devices.captures(self._device):
             raise RuntimeError(
                 "a CUDA graph cannot capture what a Watch records: each replay would record the "
                 "same step again. Close the watch before the capture, or let "
@@ -401,16 +401,18 @@ class Watch:
             norm = decision.norm if check.norm is None else check.norm
             loss = self.optimizer._ampopt.loss
             values = (decision.skip, check.cause, check.scaled_by, norm, loss)
-            here = (x if x is None else to_device(x, self._home) for x in values)
+            here = (x if x is None else to_device(x, self._device) for x in values)
             attempt = RecordedStep(number, *here)
-            measured = check if check.measured else decision
-            reports = {r.measures.device: r for r in measured.reports if r.measures is not None}
+            measured_decision = check if check.measured else decision
+            reports = {
+                r.measures.device: r for r in measured_decision.reports if r.measures is not None
+            }
             for report in check.reports:
                 if isinstance(report, RankFlags):
                     self._count_ranks(report)
-        for device in dict.fromkeys((self._home, *reports)):
+        for device in dict.fromkeys((self._device, *reports)):
             its_own = attempt
-            if device != self._home:
+            if device != self._device:
                 skip = attempt.skip
                 its_own = RecordedStep(number, None if skip is None else to_device(skip, device))
             parts = self._parts_of(device, reports[device]) if device in reports else []
@@ -421,13 +423,13 @@ class Watch:
                 reports.get(device),
                 parts,
                 uploads,
-                notes_step=notes_step and device == self._home,
+                notes_step=notes_step and device == self._device,
             )
             uploads.keep_while_captured(device)
 
     def _count_ranks(self, rank_flags: RankFlags) -> None:
         """Count, for each rank, that it found an overflow."""
-        ranks, flags = tuple(rank_flags.ranks), to_device(rank_flags.flags, self._home) > 0
+        ranks, flags = tuple(rank_flags.ranks), to_device(rank_flags.flags, self._device) > 0
         counts = self._by_rank.get(ranks)
         if counts is None:
             self._by_rank[ranks] = flags.to(torch.float32)
@@ -441,9 +443,9 @@ class Watch:
 
     def _parts_of(self, device: torch.device, report: GradientReport) -> list[ChunkRange]:
         """The chunks of each parameter in ``report``, cached while the rows stay the same."""
-        known = self._parts.get(device)
-        if known is not None and known[0].rows == report.rows and known[0].owners == report.owners:
-            return known[1]
+        entry = self._parts.get(device)
+        if entry is not None and entry[0].rows == report.rows and entry[0].owners == report.owners:
+            return entry[1]
         keys = {report.owners[row].key for row in report.rows}
         if not keys <= self._places.keys():
             self._grow()
@@ -483,7 +485,7 @@ class Watch:
                 self._to_log.append((write, self.read_later()))
         self._write_logs(wait=False)
         if self._alarms:
-            if not self._looks and (host_may_look(self._home) or self._steps % _EVERY == 0):
+            if not self._looks and (host_may_look(self._device) or self._steps % _EVERY == 0):
                 self._looks.append(self.read_later())
             if self._looks and self._looks[0].done():
                 reading = self._looks.popleft()
@@ -508,10 +510,10 @@ class Watch:
             )
 
 
-def _numbers(name: str, saved: Any, *shape: int) -> Tensor:
-    """``saved``, the entry ``name`` of a state dict, as a float64 tensor of ``shape``."""
+def _numbers(name: str, entry: Any, *shape: int) -> Tensor:
+    """``entry``, the entry ``name`` of a state dict, as a float64 tensor of ``shape``."""
     try:
-        return torch.tensor(saved, dtype=torch.float64).view(shape)
+        return torch.tensor(entry, dtype=torch.float64).view(shape)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name} of the saved watch is not of a watch: {error}") from None
 
