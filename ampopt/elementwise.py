@@ -389,7 +389,7 @@ class ElementwiseOptimizer(Optimizer):
                 if _is_as_made(states[key][MASTER], param):
                     del states[key]
                 else:
-                    states[key] = self._ampopt.runner.completed(states[key], group, param)
+                    states[key] = self._ampopt.runner.completed_state(states[key], group, param)
         rules = (self.rule, *self._ampopt.runner.second_runners)
         parts = [part for rule in rules for part in rule.state]
         for key, state in states.items():

@@ -273,7 +273,7 @@ class Optimizer(torch.optim.Optimizer):
         known, as in a plain ``step()`` and after ``scaler.unscale_`` of torch's scaler. Undefined
         outside of step post-hooks. Reading it does not synchronize.
         """
-        decision = self._ampopt.decided
+        decision = self._ampopt.decision_of_step
         return None if decision is None else (decision.earlier_decision or decision).scaled_by
 
     # --- torch's methods, which end a pending unscale or refuse it --------------------------------
@@ -677,4 +677,4 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.
     ours.end_pending()
-    return StepResult(outcome.returned, pending.found_inf, pending.next_scale)
+    return StepResult(outcome.result, pending.found_inf, pending.next_scale)

@@ -62,23 +62,30 @@ def end_cycles(
     uploads, causes = sums[0].uploads, request.causes
     # The step measures the norm of the sums, and the skip conditions are evaluated below.
     request = replace(request, max_norm=None, write=False, apply=False, measure=False, causes=())
-    closed = [each.close(request, agreement) for each in sums]
-    decided = None
+    closed_cycles = [each.close(request, agreement) for each in sums]
+    overflow_decision = None
     if request.scale is not None:
-        decided = _decided(closed, request, agreement, decision_device, uploads["decide"])
-    skip = None if decided is None else _skip(closed, decided.found_inf, agreement, decision_device)
+        overflow_decision = _decide_cycles(
+            closed_cycles, request, agreement, decision_device, uploads["decide"]
+        )
+    skip = (
+        None
+        if overflow_decision is None
+        else _skip(closed_cycles, overflow_decision.found_inf, agreement, decision_device)
+    )
     for each, reads_wide in zip(sums, wide, strict=True):
         each.swap_in_sums(wide=reads_wide)
-    if decided is None or skip is None:
+    if overflow_decision is None or skip is None:
         return None
-    overflow = decided.found_inf  # the flag from which the next scale is computed
-    reports = [part for each in closed for part in each.cycle.reports]
-    if any(each.skip is None for each in closed):
-        reports += decided.reports  # else the flags of each micro-batch were all-reduced already
-    decision = replace(decided, found_inf=skip, reports=tuple(reports))
+    overflow = overflow_decision.found_inf  # the flag from which the next scale is computed
+    reports = [part for each in closed_cycles for part in each.cycle.reports]
+    if any(each.skip is None for each in closed_cycles):
+        # Else the flags of each micro-batch were all-reduced already.
+        reports += overflow_decision.reports
+    decision = replace(overflow_decision, found_inf=skip, reports=tuple(reports))
     if not causes:
         return decision
-    skipped: Any = check_and_unscale_params(  # of the sums, which are in p.grad by now
+    causes_decision: Any = check_and_unscale_params(  # of the sums, which are in p.grad by now
         gradients.params_with_grads(groups),
         Request(found_inf=skip, causes=causes),
         agreement,
@@ -87,12 +94,12 @@ def end_cycles(
         uploads=uploads["causes"],
         call=ControlPoint.CAUSES_OF_CYCLE,
     )
-    decision = decision.with_schedule_where((skipped.cause == 0) | (overflow > 0), request)
-    return replace(decision, found_inf=skipped.found_inf, cause=skipped.cause)
+    decision = decision.with_schedule_where((causes_decision.cause == 0) | (overflow > 0), request)
+    return replace(decision, found_inf=causes_decision.found_inf, cause=causes_decision.cause)
 
 
-def _decided(
-    closed: list[ClosedCycle],
+def _decide_cycles(
+    closed_cycles: list[ClosedCycle],
     request: Request,
     agreement: Agreement | None,
     decision_device: torch.device,
@@ -100,9 +107,9 @@ def _decided(
 ) -> Decision | None:
     """The decision from the flags of all cycles, which updates the scale."""
     flag_request = replace(
-        request, found_inf=_any_of([each.cycle.flag for each in closed], decision_device)
+        request, found_inf=_any_of([each.cycle.flag for each in closed_cycles], decision_device)
     )
-    present = any(each.cycle.params for each in closed)
+    present = any(each.cycle.params for each in closed_cycles)
     if agreement is not None:
         return decided_elsewhere(
             flag_request, agreement, decision_device, present=present, call=ControlPoint.CYCLE
@@ -114,7 +121,7 @@ def _decided(
 
 
 def _skip(
-    closed: list[ClosedCycle],
+    closed_cycles: list[ClosedCycle],
     found_inf: Tensor,
     agreement: Agreement | None,
     decision_device: torch.device,
@@ -122,13 +129,13 @@ def _skip(
     """A tensor, more than 0 if an overflow skips the step.
 
     Args:
-        closed: the cycle of each optimizer.
+        closed_cycles: the cycle of each optimizer.
         found_inf: more than 0 after an overflow in any cycle, on any rank.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         decision_device: the device of the result.
     """
-    skips = [each.skip for each in closed if each.skip is not None]
-    whole = [each.cycle.flag for each in closed if each.skip is None]
+    skips = [each.skip for each in closed_cycles if each.skip is not None]
+    whole = [each.cycle.flag for each in closed_cycles if each.skip is None]
     if not skips:
         return found_inf
     overflow = _any_of(whole, decision_device)
@@ -142,7 +149,7 @@ def _skip(
 
 def _any_of(flags: Sequence[Tensor | None], decision_device: torch.device) -> Tensor | None:
     """More than 0 if one of ``flags`` is; ``None`` if there are none."""
-    found = [to_device(flag, decision_device) for flag in flags if flag is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    return torch.stack([flag.reshape(()) for flag in found]).amax()
+    moved_flags = [to_device(flag, decision_device) for flag in flags if flag is not None]
+    if len(moved_flags) < 2:
+        return moved_flags[0] if moved_flags else None
+    return torch.stack([flag.reshape(()) for flag in moved_flags]).amax()

@@ -46,7 +46,7 @@ class AccumulationCycle:
         flag: a 0-d tensor, more than 0 after an overflow; ``None`` before the first gradients.
         reports: the records that tell which parameters overflowed.
         calls: the number of micro-batches. Counted with ``drop="micro_batch"`` only.
-        kept: the number of micro-batches without overflow, a float32 0-d tensor. With
+        n_kept: the number of micro-batches without overflow, a float32 0-d tensor. With
             ``drop="micro_batch"`` only; else ``None``.
     """
 
@@ -56,7 +56,7 @@ class AccumulationCycle:
     flag: Tensor | None = None
     reports: tuple[GradientReport | RankFlags, ...] = ()
     calls: int = 0
-    kept: Tensor | None = None
+    n_kept: Tensor | None = None
 
     def add_flag(self, decision: Decision) -> None:
         """Combine the overflow flag of ``decision`` with that of the cycle, by their maximum."""
@@ -66,8 +66,8 @@ class AccumulationCycle:
 
     def count(self, decision: Decision) -> None:
         """Count a micro-batch, and count it as kept unless it overflowed."""
-        kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
-        self.kept = kept if self.kept is None else self.kept + kept
+        n_kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
+        self.n_kept = n_kept if self.n_kept is None else self.n_kept + n_kept
         self.calls += 1
 
 
@@ -111,7 +111,7 @@ class Accumulation(RefersToOptimizer):
         self.cycle: AccumulationCycle | None = None
         self.swapped_in = False
         self._hook: Any = None  # on a plain step, while a cycle is open
-        self._replaced: list[_ReplacedGradient] = []
+        self._replaced_grads: list[_ReplacedGradient] = []
         # By parameter, without weak references to it; see Checks.
         self._sums: dict[Any, Any] = {}
         self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
@@ -138,14 +138,14 @@ class Accumulation(RefersToOptimizer):
         """
         refuse_sparse(self.groups)
         decision = self._add(self._open_cycle(drop), request, agreement)
-        reused = []
+        reused_grads = []
         for _, param in gradients.present(self.groups):
             if self._is_reused(param):
-                reused.append(dtensor.local(param.grad))
+                reused_grads.append(dtensor.local(param.grad))
             else:
                 param.grad = None
-        if reused:
-            torch._foreach_zero_(reused)  # pyright: ignore[reportPrivateImportUsage]
+        if reused_grads:
+            torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
     def _open_cycle(self, drop: str) -> AccumulationCycle:
@@ -184,19 +184,19 @@ class Accumulation(RefersToOptimizer):
                 uploads=self.uploads["check"],
                 call=ControlPoint.MICRO_BATCH,
             )
-        checked = decision
+        check_decision = decision
         if present:
             reject = None if decision is None else decision.found_inf
             # Check even if this call has no scale: the step that ends the cycle may have one.
             add_request = replace(
                 request, found_inf=reject, check=True, accumulate=True, apply=False
             )
-            added = run(backend_for, self._works_of_sums(cycle, present), add_request)
-            decision = added if decision is None else decision
+            decision_on_sums = run(backend_for, self._works_of_sums(cycle, present), add_request)
+            decision = decision_on_sums if decision is None else decision
         # Recorded only now: if a kernel could not be compiled, nothing was added.
         cycle.params.update({id(one.tensor): one for one in present})
-        if checked is not None:
-            cycle.count(checked)
+        if check_decision is not None:
+            cycle.count(check_decision)
         if decision is not None:
             cycle.add_flag(decision)
         return decision
@@ -270,7 +270,7 @@ class Accumulation(RefersToOptimizer):
             self._add(cycle, request, agreement)
         else:
             self._check_sums(cycle)
-        skip = None if cycle.kept is None else self._renormalise(cycle, request, agreement)
+        skip = None if cycle.n_kept is None else self._renormalise(cycle, request, agreement)
         return ClosedCycle(cycle, skip)
 
     def swap_in_sums(self, *, wide: bool) -> None:
@@ -285,7 +285,7 @@ class Accumulation(RefersToOptimizer):
             if param.grad is not None:
                 self._is_reused(param)  # restore_gradients puts the same tensor back
             total, dtype = self._sums[param], param.grad_dtype
-            self._replaced.append(_ReplacedGradient(param, param.grad, dtype))
+            self._replaced_grads.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
@@ -294,17 +294,17 @@ class Accumulation(RefersToOptimizer):
     def _renormalise(
         self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
     ) -> Tensor:
-        """Multiply the sums by ``calls / kept``, in place of the micro-batches that overflowed.
+        """Multiply the sums by ``calls / n_kept``, in place of the micro-batches that overflowed.
 
-        This is an unscale by the scale ``kept / calls``.
+        This is an unscale by the scale ``n_kept / calls``.
 
         Returns:
             A 0-d tensor, more than 0 if no micro-batch was kept or a sum overflows.
         """
-        assert cycle.kept is not None
-        checked = request.scale is not None
-        share = cycle.kept.clamp(min=1) / cycle.calls
-        rescale_request = Request(scale=share, check=checked, write=True, apply=False)
+        assert cycle.n_kept is not None
+        is_checked = request.scale is not None
+        share = cycle.n_kept.clamp(min=1) / cycle.calls
+        rescale_request = Request(scale=share, check=is_checked, write=True, apply=False)
         params = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
         if sums:
@@ -313,7 +313,7 @@ class Accumulation(RefersToOptimizer):
                 for total, (*_, owner) in zip(sums, params, strict=True)
             ]
             agree = None
-            if agreement is not None and checked:
+            if agreement is not None and is_checked:
                 agree = FlagAllReduce(
                     agreement, rescale_request, call=ControlPoint.AFTER_MICRO_BATCHES
                 )
@@ -329,7 +329,7 @@ class Accumulation(RefersToOptimizer):
         if decision is None:  # no rank has checked anything
             return torch.zeros_like(share)
         cycle.add_flag(decision)
-        nothing_is_left = (cycle.kept <= 0) & checked
+        nothing_is_left = (cycle.n_kept <= 0) & is_checked
         return torch.maximum(to_device(decision.found_inf, cycle.decision_device), nothing_is_left)
 
     # --- the end ------------------------------------------------------------------------------
@@ -337,9 +337,9 @@ class Accumulation(RefersToOptimizer):
     def restore_gradients(self) -> None:
         """Restore the gradients that the sums replaced, after the step."""
         self.unhook()
-        for param, grad, dtype in self._replaced:
+        for param, grad, dtype in self._replaced_grads:
             _put(param, grad, dtype)
-        self._replaced, self.swapped_in = [], False
+        self._replaced_grads, self.swapped_in = [], False
 
     def discard(self) -> None:
         """Drop the open cycle, and restore the gradients if the sums are swapped in."""

@@ -109,7 +109,7 @@ class RuleRunner(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        on_masters = bool(self.masters.unscaled)
+        on_masters = bool(self.masters.grads_at_unscale)
         if on_masters:
             self.masters.check_unedited()
         elif self.masters.read_early is not None:
@@ -117,7 +117,7 @@ class RuleRunner(RefersToOptimizer):
         self.decision = None  # hooks in torch's own step must not read the last one
         plan = self.plan
         if plan is None or not plan.revalidate(self.optimizer, self.rule):
-            plan = self._planned(plan, request.needs_agreement)
+            plan = self._new_plan(plan, request.needs_agreement)
         self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:
             self.masters.drop_gradients()
@@ -139,7 +139,7 @@ class RuleRunner(RefersToOptimizer):
 
     def convert_states(self) -> None:
         """Convert loaded states as a step would. States that a step refuses stay as they are."""
-        optimizer, rule, converted = self.optimizer, self.rule, []
+        optimizer, rule, states = self.optimizer, self.rule, []
         places = itertools.count()
         for index, group in enumerate(optimizer.param_groups):
             for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
@@ -153,10 +153,10 @@ class RuleRunner(RefersToOptimizer):
                     convert(rule, state, param, flags, codecs, has_master=has_master)
                     if any(codecs):
                         keys_of(optimizer, param, place)
-                    converted.append(state)
-        widen_scalars(rule, converted)
+                    states.append(state)
+        widen_scalars(rule, states)
 
-    def completed(
+    def completed_state(
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor
     ) -> dict[str, Any]:
         """A copy of ``state``, with the states of ``param`` that a first step would add."""
@@ -166,7 +166,7 @@ class RuleRunner(RefersToOptimizer):
         complete(rule, groups, state, param, flags, codecs, self._complete_state)
         return state
 
-    def _planned(self, outdated: Plan | None, needs_agreement: bool) -> Plan | None:
+    def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
         """A new plan, kept for the next step; ``None`` if torch's own step has to run."""
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
@@ -175,15 +175,15 @@ class RuleRunner(RefersToOptimizer):
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        kept = {} if outdated is None else outdated.unchanged_rows(optimizer, rule)
-        with_grads = self.checks.check_plannable(rule, kept)
-        reason = self._no_plan if outdated is None else outdated.reason(optimizer, rule)
+        reusable_rows = {} if old_plan is None else old_plan.unchanged_rows(optimizer, rule)
+        with_grads = self.checks.check_plannable(rule, reusable_rows)
+        reason = self._no_plan if old_plan is None else old_plan.reason(optimizer, rule)
         self.plan = Plan(
             optimizer,
             rule,
             self.masters,
             self.uploads,
-            kept,
+            reusable_rows,
             with_grads,
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
@@ -315,7 +315,7 @@ class RuleStep(StepStrategy):
         return None
 
     @property
-    def decided(self) -> Decision | None:
+    def decision_of_step(self) -> Decision | None:
         """See :class:`StepStrategy`."""
         return self.runner.decision
 

@@ -18,7 +18,7 @@ from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.rows import KeptRows
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
-from ampopt._step.state_checks import Stepped, check_states
+from ampopt._step.state_checks import CheckedParam, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import (
@@ -88,14 +88,14 @@ class Checks(RefersToOptimizer):
         return False
 
     def check_plannable(
-        self, rule: Rule, kept: KeptRows = MappingProxyType({})
+        self, rule: Rule, reusable_rows: KeptRows = MappingProxyType({})
     ) -> list[gradients.ParamWithGrad]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
-            kept: the rows that the plan may use: parameters and states that need no check. The
-                plan steps these, and the parameters that have a gradient.
+            reusable_rows: the rows that the plan may use: parameters and states that need no check.
+                The plan steps these, and the parameters that have a gradient.
 
         Returns:
             What :func:`ampopt._step.gradients.params_with_grads` does.
@@ -118,7 +118,7 @@ class Checks(RefersToOptimizer):
         for group in groups:
             check_options(group)
         with_grads = gradients.params_with_grads(groups)
-        self.check_dtypes(kept)
+        self.check_dtypes(reusable_rows)
         variants = Variants(rule, groups, [(one.group, one.tensor) for one in with_grads])
         for group, entries in variants.entries(groups):
             for entry in rule.hyper:
@@ -128,29 +128,35 @@ class Checks(RefersToOptimizer):
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
-        fresh = [one for one in with_grads if id(one.tensor) not in kept]
+        fresh = [one for one in with_grads if id(one.tensor) not in reusable_rows]
         if not fresh:
             return with_grads
-        stepped = [self._stepped(rule, groups[i], param, owner.name) for i, param, owner in fresh]
-        for (group, param, owner), one in zip(fresh, stepped, strict=True):
+        params_to_check = [
+            self._checked_param(rule, groups[i], param, owner.name) for i, param, owner in fresh
+        ]
+        for (group, param, owner), one in zip(fresh, params_to_check, strict=True):
             _check_written_once(param, owner.name)
             if rule.averages is not None:
                 _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
         others = (
-            self._stepped(rule, groups[i], param, owner.name)
-            for i, param, owner in gradients.params_with_ids(groups, kept.keys())
+            self._checked_param(rule, groups[i], param, owner.name)
+            for i, param, owner in gradients.params_with_ids(groups, reusable_rows.keys())
         )
-        taken = chain.from_iterable(row.memory for row in kept.values())
-        check_states(rule, stepped, others, taken)
+        ranges_of_others = chain.from_iterable(row.memory for row in reusable_rows.values())
+        check_states(rule, params_to_check, others, ranges_of_others)
         return with_grads
 
-    def _stepped(self, rule: Rule, group: dict[str, Any], param: Tensor, name: str) -> Stepped:
+    def _checked_param(
+        self, rule: Rule, group: dict[str, Any], param: Tensor, name: str
+    ) -> CheckedParam:
         """Return what the state of ``param``, called ``name`` in messages, is checked against."""
         flags = rule.flag_values(group, kind_of(group, param))
         state, has_master = self.optimizer.state.get(param, {}), needs_master(group, param)
-        return Stepped(name, param, state, flags, has_master, codecs_of(rule, flags, group, param))
+        return CheckedParam(
+            name, param, state, flags, has_master, codecs_of(rule, flags, group, param)
+        )
 
     def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
         """Raise for invalid states of some parameters of a group.
@@ -164,11 +170,13 @@ class Checks(RefersToOptimizer):
             TypeError: see :func:`ampopt._step.state_checks.check_states`, as for ``ValueError`` and
                 ``RuntimeError``.
         """
-        group, stepped = self.optimizer.param_groups[index], []
+        group, params_to_check = self.optimizer.param_groups[index], []
         for position in positions:
             name = gradients.name_at(group, index, position)
-            stepped.append(self._stepped(rule, group, group["params"][position], name))
-        check_states(rule, stepped)
+            params_to_check.append(
+                self._checked_param(rule, group, group["params"][position], name)
+            )
+        check_states(rule, params_to_check)
 
     def remember_dtypes(self) -> None:
         """Record the dtype of each parameter, to detect a model that is cast later."""
@@ -176,16 +184,16 @@ class Checks(RefersToOptimizer):
             for param in group["params"]:
                 self._dtypes.setdefault(param, param.dtype)
 
-    def check_dtypes(self, kept: Container[int] = ()) -> None:
+    def check_dtypes(self, unchanged_ids: Container[int] = ()) -> None:
         """Raise if a parameter was cast since the optimizer was made. Forget removed parameters.
 
         Args:
-            kept: the ``id`` of each parameter that is known to be as it was.
+            unchanged_ids: the ``id`` of each parameter that is known to be as it was.
         """
         groups = self.optimizer.param_groups
         for group in groups:
             for param in group["params"]:
-                if id(param) in kept:
+                if id(param) in unchanged_ids:
                     continue
                 made_with = self._dtypes.setdefault(param, param.dtype)
                 if param.dtype != made_with:
@@ -209,12 +217,12 @@ class Checks(RefersToOptimizer):
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
             flags = rule.flag_values(group, kind_of(group, param))
-            coded = zip(rule.state_for(flags), codecs_of(rule, flags, group, param), strict=True)
-            kept = {part for part, codec in coded if codec is not None}
+            pairs = zip(rule.state_for(flags), codecs_of(rule, flags, group, param), strict=True)
+            coded_states = {part for part, codec in pairs if codec is not None}
             states = [
                 part
                 for part in rule.tensor_state_for(flags)
-                if part.dtype in (None, torch.float16) and part not in kept
+                if part.dtype in (None, torch.float16) and part not in coded_states
             ]
             if states:
                 self._warned_of_float16 = True
@@ -254,12 +262,12 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         ValueError: the constructor refuses a hyperparameter, or 8-bit codes are missing.
     """
     rule = optimizer.rule
-    declared = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
-    declared |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}
-    declared.add(codes_key(MASTER))
+    declared_names = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
+    declared_names |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}
+    declared_names.add(codes_key(MASTER))
     for key, state in state_dict["state"].items():
         _check_codes_are_there(rule, key, state)
-        for name in declared.intersection(state if isinstance(state, Mapping) else ()):
+        for name in declared_names.intersection(state if isinstance(state, Mapping) else ()):
             if not isinstance(value := state[name], Tensor | numbers.Real | None):
                 raise TypeError(
                     f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
@@ -333,9 +341,9 @@ def _check_rows(
             "optimizer"
         )
     if row_column_states and param.ndim < 2:
-        kept = ", ".join(part.name for part in row_column_states)
+        names = ", ".join(part.name for part in row_column_states)
         raise RuntimeError(
-            f"{optimizer} keeps the row and column statistics {kept}, but {name} has shape "
+            f"{optimizer} keeps the row and column statistics {names}, but {name} has shape "
             f"{tuple(param.shape)} and so no rows and columns: add a flag for such parameters to "
             "the rule, by Rule.entries, and declare these states with when='not FLAG'"
         )

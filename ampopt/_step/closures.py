@@ -133,17 +133,17 @@ def step_with_unscaling_closure(
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         try:
-            returned = closure(now)
+            result = closure(now)
         except Exception:
             if agreement is not None and ours.pending is None:
                 agreement.join_without_gradients(
                     ours.decision_device
                 )  # which takes part in the all-reduce that the others' unscale runs
             raise
-        if not isinstance(returned, tuple) or len(returned) != 3:
+        if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(
                 "the closure of step_after_unscale must return (loss, found_inf, scale), got "
-                f"{type(returned).__name__}: return (loss, *optimizer.unscale(scale))"
+                f"{type(result).__name__}: return (loss, *optimizer.unscale(scale))"
             )
         if ours.pending is None and now is not None:
             raise RuntimeError(
@@ -152,9 +152,9 @@ def step_with_unscaling_closure(
                 "unscale_and_step"
             )
         decision, ours.pending = ours.pending and ours.pending.decision, None
-        _check_verdict(*returned)
-        ours.set_loss(returned[0])
-        return returned[0], lambda: (*returned[1:], decision)
+        _check_verdict(*result)
+        ours.set_loss(result[0])
+        return result[0], lambda: (*result[1:], decision)
 
     return _step_with_replays(
         optimizer, closure, evaluate, first_scale, agreement, max_replays, preserve_rng
@@ -188,7 +188,7 @@ def _step_with_replays(
     ours, groups = optimizer._ampopt, optimizer.param_groups
 
     @torch.enable_grad()
-    def checked(scale: Any) -> tuple[Any, Verdict]:
+    def evaluate_and_check(scale: Any) -> tuple[Any, Verdict]:
         ours.in_closure = True
         try:
             loss, verdict = evaluate(scale)
@@ -199,7 +199,7 @@ def _step_with_replays(
         return loss, verdict
 
     replay = Replay(
-        checked,
+        evaluate_and_check,
         rounded(first_scale),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
@@ -218,8 +218,8 @@ def _step_with_replays(
     ours.mark_argument_stepped(first_scale, replay.next_scale)
     ours.mark_argument_stepped(replay.scale, replay.next_scale)
     found_inf = ours.no_overflow() + float(replay.overflowed)
-    if ours.causes and ours.decided is not None:
-        found_inf = found_inf + ours.decided.found_inf
+    if ours.causes and ours.decision_of_step is not None:
+        found_inf = found_inf + ours.decision_of_step.found_inf
     return StepResult(loss, as_flag(found_inf, reports_of(replay.found_inf)), replay.next_scale)
 
 
@@ -274,13 +274,13 @@ def _check_loss(loss: Any) -> None:
     if isinstance(loss, Tensor):
         if loss.numel() == 1:
             return
-        got = f"a tensor of shape {tuple(loss.shape)}"
+        what = f"a tensor of shape {tuple(loss.shape)}"
     elif isinstance(loss, (int, float)):
         return
     else:
-        got = type(loss).__name__
+        what = type(loss).__name__
     raise TypeError(
-        f"closure must return the unscaled loss, a number or a one-element tensor, got {got}"
+        f"closure must return the unscaled loss, a number or a one-element tensor, got {what}"
     )
 
 

@@ -117,15 +117,15 @@ def params_with_grads(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithG
         ValueError: a gradient has another shape than its parameter.
         TypeError: a gradient or parameter has a dtype or layout that kernels do not support.
     """
-    found = []
+    with_grads = []
     for index, group in enumerate(param_groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
             if param.grad is not None:
                 owner = Owner(_name(names, index, position), id(param))
                 _check(param, param.grad, owner.name)
-                found.append(ParamWithGrad(index, param, owner))
-    return found
+                with_grads.append(ParamWithGrad(index, param, owner))
+    return with_grads
 
 
 def _name(names: Any, group: int, position: int) -> str:
@@ -198,6 +198,6 @@ def offenders(
             continue
         values = values_of(tensor)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-        unscaled = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
-        if not bool(unscaled.isfinite().all()):
+        unscaled_values = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
+        if not bool(unscaled_values.isfinite().all()):
             yield name_of(param_groups, param)

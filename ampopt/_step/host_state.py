@@ -109,63 +109,68 @@ class HostState:
 
     Attributes:
         tensors: the strided tensors that were found, ``DTensor``s as their local shards.
-        hidden: the name of the first object that cannot be inspected; ``None`` if there is none.
+        hidden_object: the name of the first object that cannot be inspected; ``None`` if there is
+            none.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the snapshot."""
         self.tensors: list[Tensor] = []
-        self.hidden: str | None = None
-        self._kept: list[_SavedObject] = []
-        self._seen: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is reused
-        self._unseen: list[tuple[Any, str]] = []
+        self.hidden_object: str | None = None
+        self._saved_objects: list[_SavedObject] = []
+        self._objects: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is reused
+        self._queue: list[tuple[Any, str]] = []
         self._add(optimizer, type(optimizer).__name__)
         self._find()
         for name, generator in _generators(t.device for t in self.tensors):
             self._add(generator, name)
         self._find()
 
-    def changed(self) -> str | None:
+    def changed_object(self) -> str | None:
         """The name of an object that has changed, or ``None`` if none has.
 
         An object whose entries have changed is preferred to one that only gained keys.
         """
-        found = [(kept.only_grew(), kept.difference()) for kept in self._kept if kept.differs()]
-        return min(found, key=operator.itemgetter(0))[1] if found else None
+        differences = [
+            (entry.only_grew(), entry.difference())
+            for entry in self._saved_objects
+            if entry.differs()
+        ]
+        return min(differences, key=operator.itemgetter(0))[1] if differences else None
 
     def only_grew(self) -> bool:
         """Whether the only changes are new keys in mappings."""
-        return all(kept.only_grew() for kept in self._kept)
+        return all(entry.only_grew() for entry in self._saved_objects)
 
     def restore(self) -> None:
         """Restore everything but the contents of tensors."""
-        for kept in self._kept:
-            if kept.differs():
-                kept.write(kept.was)
+        for entry in self._saved_objects:
+            if entry.differs():
+                entry.write(entry.was)
 
     def _add(self, value: Any, what: str) -> None:
         """Visit ``value`` later, unless it is immutable or is already to be visited."""
-        if not isinstance(value, _ATOMS) and id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self._unseen.append((value, what))
+        if not isinstance(value, _ATOMS) and id(value) not in self._objects:
+            self._objects[id(value)] = value
+            self._queue.append((value, what))
 
     def _find(self) -> None:
-        """Add all objects that are reachable from those in ``_unseen`` to the snapshot."""
-        while self._unseen:
-            value, what = self._unseen.pop()
+        """Add all objects that are reachable from those in ``_queue`` to the snapshot."""
+        while self._queue:
+            value, what = self._queue.pop()
             if dtensor.is_dtensor(value):
                 self._find_spread(value, what)
                 continue
-            known = self._find_contents(value, what)
+            is_known = self._find_contents(value, what)
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, types.MethodType):
                 self._find_attributes(value, attributes, what)
-                known = True
+                is_known = True
             if slots := _slots(value):
                 self._find_slots(value, slots, what)
-                known = True
-            if not known:
-                self.hidden = self.hidden or f"{what}, a {type(value).__name__}"
+                is_known = True
+            if not is_known:
+                self.hidden_object = self.hidden_object or f"{what}, a {type(value).__name__}"
 
     def _find_contents(self, value: Any, what: str) -> bool:
         """Add the contents of ``value`` to the snapshot; ``False`` if its type is unknown."""
@@ -231,7 +236,9 @@ class HostState:
         dispatch = "__torch_dispatch__"
         special = getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
         if special or tensor.layout != torch.strided:  # not one storage that can be copied
-            self.hidden = self.hidden or f"{what}, a {type(tensor).__name__} of {tensor.layout}"
+            self.hidden_object = (
+                self.hidden_object or f"{what}, a {type(tensor).__name__} of {tensor.layout}"
+            )
             return
         self.tensors.append(tensor)
         # An assignment to ``tensor.data`` keeps the object but replaces its memory.
@@ -288,7 +295,7 @@ class HostState:
         self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
     ) -> None:
         """Keep the present value of one object, and the functions that read and write it."""
-        self._kept.append(_SavedObject(what, read, write, read(), grows))
+        self._saved_objects.append(_SavedObject(what, read, write, read(), grows))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -88,10 +88,10 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
     elif several and len(elements) != len(like) or any(map(_is_long, elements)):
         wrong = ValueError
     if wrong is not None:
-        allowed = "a number or a tensor of one element"
+        allowed_values = "a number or a tensor of one element"
         if several:
-            allowed = f"a tuple of {len(like)}, each {allowed}"
-        raise wrong(f"{name} must be {allowed}, got {value!r}")
+            allowed_values = f"a tuple of {len(like)}, each {allowed_values}"
+        raise wrong(f"{name} must be {allowed_values}, got {value!r}")
 
 
 def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -68,22 +68,23 @@ class Masters(RefersToOptimizer):
     See :class:`ampopt.ElementwiseOptimizer` for what users know of them.
 
     Attributes:
-        unscaled: the gradients whose unscaled copies are on the masters now; empty between a step
-            and the next unscale.
+        grads_at_unscale: the gradients whose unscaled copies are on the masters now; empty between
+            a step and the next unscale.
         read_early: a gradient that was there when a user read masters without gradients; else
             ``None``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, kept: bool = True) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, makes_masters: bool = True) -> None:
         """Store the optimizer.
 
         Args:
             optimizer: the optimizer to keep masters for; stored as a weak reference.
-            kept: False for an optimizer that has no masters, whatever its param groups say.
+            makes_masters: False for an optimizer that has no masters, whatever its param groups
+                say.
         """
         super().__init__(optimizer)
-        self._kept = kept
-        self.unscaled: tuple[_GradAtUnscale, ...] = ()
+        self._makes_masters = makes_masters
+        self.grads_at_unscale: tuple[_GradAtUnscale, ...] = ()
         self._copies: dict[int, Tensor] = {}  # of 24-bit masters, with gradients, by id(param)
         self.read_early: _GradAtRead | None = None
         self._warned_of_reading = False
@@ -95,7 +96,7 @@ class Masters(RefersToOptimizer):
 
         A master that is missing is made, and one of another number of bits is converted.
         """
-        if not (self._kept and needs_master(group, param)):
+        if not (self._makes_masters and needs_master(group, param)):
             return None
         state, is_low = self.optimizer.state[param], needs_low_bits(group, param)
         if MASTER not in state:
@@ -115,13 +116,13 @@ class Masters(RefersToOptimizer):
         master = self.of(group, param)
         if master is None or master.dtype != LOW_BITS:
             return master
-        known = self._copies.get(id(param))
-        return full_master(param, master) if known is None else known
+        copy = self._copies.get(id(param))
+        return full_master(param, master) if copy is None else copy
 
     def _with_gradient(self, param: Tensor) -> Tensor:
         """The tensor that has the unscaled gradient of ``param``: its master, or a copy."""
-        copied = self._copies.get(id(param))
-        return self.optimizer.state[param][MASTER] if copied is None else copied
+        copy = self._copies.get(id(param))
+        return self.optimizer.state[param][MASTER] if copy is None else copy
 
     def pairs(self, groups: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its master; with itself if it has none, or is frozen.
@@ -132,22 +133,22 @@ class Masters(RefersToOptimizer):
         for group in groups:
             for param in group["params"]:
                 state = self.optimizer.state.get(param, {})
-                frozen = not param.requires_grad and MASTER not in state
-                master = None if frozen else self._full(group, param)
+                is_frozen = not param.requires_grad and MASTER not in state
+                master = None if is_frozen else self._full(group, param)
                 if master is None:
                     yield param, param
                     continue
-                seen = version(master)
+                version_before = version(master)
                 yield param, master
-                kept = self.optimizer.state[param][MASTER]
-                if kept.dtype == LOW_BITS and version(master) != seen:
-                    _store(param, kept, master)
+                stored_master = self.optimizer.state[param][MASTER]
+                if stored_master.dtype == LOW_BITS and version(master) != version_before:
+                    _store(param, stored_master, master)
 
     # --- the gradients that steps read ------------------------------------------------------------
 
     def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
         """The tensor whose ``grad`` the step reads: the master, after :meth:`copy_gradients`."""
-        if not self.unscaled:
+        if not self.grads_at_unscale:
             return param
         return param if self.of(group, param) is None else self._with_gradient(param)
 
@@ -159,11 +160,11 @@ class Masters(RefersToOptimizer):
         Returns:
             ``with_grads``, with masters in place of their parameters.
         """
-        if not self._kept:
+        if not self._makes_masters:
             return with_grads
         if self.read_early is not None:
             self.warn_of_early_reading()
-        with_grads, groups, unscaled = with_grads.copy(), self.optimizer.param_groups, []
+        with_grads, groups, grads_at_unscale = with_grads.copy(), self.optimizer.param_groups, []
         for index, param, owner in with_grads:
             master = self.of(groups[index], param)
             if master is not None and master.shape != param.shape:
@@ -177,10 +178,12 @@ class Masters(RefersToOptimizer):
                 grad = param.grad
                 assert grad is not None
                 master.grad = grad.to(master.dtype)
-                shared = master.grad is grad
-                unscaled.append(_GradAtUnscale(param, grad, None if shared else version(grad)))
+                is_shared = master.grad is grad
+                grads_at_unscale.append(
+                    _GradAtUnscale(param, grad, None if is_shared else version(grad))
+                )
                 with_grads[place] = gradients.ParamWithGrad(index, master, owner)
-        self.unscaled = tuple(unscaled)
+        self.grads_at_unscale = tuple(grads_at_unscale)
         return with_grads
 
     @torch.no_grad()
@@ -220,20 +223,20 @@ class Masters(RefersToOptimizer):
         An edit of a ``DTensor`` by torch's foreach operations does not raise: torch advances no
         version counter then.
         """
-        if not self.unscaled:
+        if not self.grads_at_unscale:
             return
-        self.unscaled = tuple(map(_writable, self.unscaled))
+        self.grads_at_unscale = tuple(map(_writable, self.grads_at_unscale))
         torch._foreach_copy_(*self.unscaled_gradients())  # pyright: ignore[reportPrivateImportUsage]
-        self.unscaled = tuple(
-            seen if seen.version is None else seen._replace(version=version(seen.grad))
-            for seen in self.unscaled
+        self.grads_at_unscale = tuple(
+            entry if entry.version is None else entry._replace(version=version(entry.grad))
+            for entry in self.grads_at_unscale
         )
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
         self._copies.clear()
-        if self.unscaled:
-            self.unscaled = ()
+        if self.grads_at_unscale:
+            self.grads_at_unscale = ()
             for param in self._with_masters():
                 self.optimizer.state[param][MASTER].grad = None
 
@@ -243,10 +246,12 @@ class Masters(RefersToOptimizer):
 
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of parameters, and the unscaled ones on their masters: local shards."""
-        masters = [(grad, self.unscaled_gradient(param)) for param, grad, _ in self.unscaled]
-        both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
+        masters = [
+            (grad, self.unscaled_gradient(param)) for param, grad, _ in self.grads_at_unscale
+        ]
+        both = [(grad, master_grad) for grad, master_grad in masters if master_grad is not None]
         local = dtensor.local
-        return [local(grad) for grad, _ in both], [local(unscaled) for _, unscaled in both]
+        return [local(grad) for grad, _ in both], [local(master_grad) for _, master_grad in both]
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -255,11 +260,11 @@ class Masters(RefersToOptimizer):
         A closure that unscales makes masters. In any case, gradients on masters are removed at the
         end.
         """
-        known = set(self._with_masters())
+        params_before = set(self._with_masters())
         try:
             yield
         except BaseException:
-            for param in set(self._with_masters()) - known:  # a closure that unscales makes them
+            for param in set(self._with_masters()) - params_before:
                 master = self.optimizer.state[param].pop(MASTER)
                 master.grad = None
                 if not self.optimizer.state[param]:
@@ -273,7 +278,7 @@ class Masters(RefersToOptimizer):
     @uncompiled
     def note_reading(self) -> None:
         """A user reads the masters, perhaps to clip: remember whether they lack gradients."""
-        if self.unscaled or self._warned_of_reading or not self._kept:
+        if self.grads_at_unscale or self._warned_of_reading or not self._makes_masters:
             return
         for index, param in gradients.present(self.optimizer.param_groups):
             if needs_master(self.optimizer.param_groups[index], param):
@@ -316,7 +321,9 @@ class Masters(RefersToOptimizer):
         for index, param, owner in with_grads:
             if param.grad.dtype not in gradients.UNDERFLOWING:
                 continue
-            if not (self._kept and needs_master(self.optimizer.param_groups[index], param)):
+            if not (
+                self._makes_masters and needs_master(self.optimizer.param_groups[index], param)
+            ):
                 raise RuntimeError(
                     f"the gradient of {owner.name} is "
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
@@ -333,10 +340,10 @@ class Masters(RefersToOptimizer):
             RuntimeError: a parameter has another gradient than ``unscale`` read, or its gradient
                 was written to since.
         """
-        for param, grad, seen in self.unscaled:
+        for param, grad, old_version in self.grads_at_unscale:
             if param.grad is None:  # the step leaves this parameter unchanged
                 continue
-            if param.grad is not grad or (seen is not None and version(grad) != seen):
+            if param.grad is not grad or (old_version is not None and version(grad) != old_version):
                 name = gradients.name_of(self.optimizer.param_groups, param)
                 raise RuntimeError(
                     f"the gradient of {name} was changed after unscale(), which put the "
@@ -353,7 +360,7 @@ class Masters(RefersToOptimizer):
 
     def _with_masters(self) -> Iterator[Tensor]:
         """The parameters that have a master."""
-        if self._kept:
+        if self._makes_masters:
             for group in filter(has_masters, self.optimizer.param_groups):
                 yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
 
@@ -405,13 +412,13 @@ def _store(param: Tensor, low: Tensor, master: Tensor) -> None:
     dtensor.local(low).copy_(steps)
 
 
-def _writable(unscaled: _GradAtUnscale) -> _GradAtUnscale:
-    """``unscaled`` with a gradient that can be written in place: a copy of an expanded one."""
-    param, grad, _ = unscaled
+def _writable(entry: _GradAtUnscale) -> _GradAtUnscale:
+    """``entry`` with a gradient that can be written in place: a copy of an expanded one."""
+    param, grad, _ = entry
     if not overlaps_itself(dtensor.local(grad)):
-        return unscaled
+        return entry
     param.grad = grad.clone(memory_format=torch.contiguous_format)
-    return unscaled._replace(grad=param.grad)
+    return entry._replace(grad=param.grad)
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:

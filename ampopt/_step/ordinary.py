@@ -32,7 +32,8 @@ class OrdinaryStep(StepStrategy):
     Attributes:
         _decision: the decision of a control point, while its step and hooks run; else ``None``.
         _around: the decision of a scaler's step, or of a closure, until the post-hooks run.
-        _decided: what :attr:`decided` returns to post-hooks: ``_decision``, else ``_around``.
+        _decision_of_step: what :attr:`decision_of_step` returns to post-hooks: ``_decision``, else
+            ``_around``.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class OrdinaryStep(StepStrategy):
         """
         super().__init__(
             optimizer,
-            Masters(optimizer, kept=False) if runner is None else runner.masters,
+            Masters(optimizer, makes_masters=False) if runner is None else runner.masters,
             {} if runner is None else runner.uploads,
             step_has_collectives=step_has_collectives and not own_step,
         )
@@ -71,7 +72,7 @@ class OrdinaryStep(StepStrategy):
         self._never_written = frozenset() if own_step else never_written
         self._decision: Decision | None = None
         self._around: Decision | None = None
-        self._decided: Decision | None = None
+        self._decision_of_step: Decision | None = None
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
@@ -83,8 +84,13 @@ class OrdinaryStep(StepStrategy):
             _warn_of_own_step(type(self.optimizer).__name__)
         transacts = self._make_state is not None
         # Kernels of a rule write to tensors without torch's dispatcher.
-        unseen = self.runner is not None
-        return skip_policy_of(skip_by, self.decision_device, transacts=transacts, unseen=unseen)
+        bypasses_dispatcher = self.runner is not None
+        return skip_policy_of(
+            skip_by,
+            self.decision_device,
+            transacts=transacts,
+            bypasses_dispatcher=bypasses_dispatcher,
+        )
 
     # --- called by control points -----------------------------------------------------------------
 
@@ -100,7 +106,7 @@ class OrdinaryStep(StepStrategy):
         self.check_step()
         decision = self.unscale(request)
         self._decision = decision or request.earlier_decision
-        self._decided = None
+        self._decision_of_step = None
         try:
             if step is not None:
                 return self._step_in_hooks(step, decision)
@@ -157,9 +163,9 @@ class OrdinaryStep(StepStrategy):
         return Snapshot(self.optimizer, shared=self._never_written)
 
     @property
-    def decided(self) -> Decision | None:
+    def decision_of_step(self) -> Decision | None:
         """See :class:`StepStrategy`."""
-        return self._decided
+        return self._decision_of_step
 
     @property
     def skip_flag(self) -> Tensor | None:
@@ -169,14 +175,14 @@ class OrdinaryStep(StepStrategy):
         ``found_inf``, and must not find ours. ``None`` as well in a step of a scaler, which sets
         its own attribute.
         """
-        if self._decision is None or self._decided is None:
+        if self._decision is None or self._decision_of_step is None:
             return None
-        return self._decided.skip
+        return self._decision_of_step.skip
 
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""
         self.end_pending()
-        self._decided = self._around if self._decision is None else self._decision
+        self._decision_of_step = self._around if self._decision is None else self._decision
         self._around = None
 
     # --- calling the step -------------------------------------------------------------------------
@@ -221,8 +227,8 @@ class OrdinaryStep(StepStrategy):
         if self._make_state is not None:
             for _, param in gradients.present(optimizer.param_groups):
                 self._make_state(optimizer, param)
-        called, returned = skip_policy.step(optimizer, step, decision)
-        return StepOutcome(decision, returned, called)
+        called, result = skip_policy.step(optimizer, step, decision)
+        return StepOutcome(decision, result, called)
 
     def _step_with_flag(self, step: Callable[[], Any], skip: Tensor) -> Any:
         """Call a ``step`` that reads ``optimizer.found_inf``, or whose rule does."""

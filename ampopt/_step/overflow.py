@@ -142,8 +142,8 @@ def check_and_unscale_params(
         flag_all_reduce = FlagAllReduce(agreement, request, len(with_grads), call)
     check_request = replace(request, write=write, apply=False, agree=flag_all_reduce)
     decision = decide(works_of(rows, grads, uploads), check_request)
-    for values, unscaled in copies:
-        values.copy_(unscaled)
+    for values, unscaled_values in copies:
+        values.copy_(unscaled_values)
     return decision
 
 
@@ -285,12 +285,12 @@ class SkipCauses:
         settings = uploads.get("skip checks", numbers, widest(device), device)
         return SkipChecks(
             settings.view(len(checks), -1),
-            _stacked([check.value for check in checks]),
-            _stacked([check.statistics for check in checks]),
+            _stack_rows([check.value for check in checks]),
+            _stack_rows([check.statistics for check in checks]),
         )
 
 
-def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+def _stack_rows(rows: Sequence[Tensor | None]) -> Tensor | None:
     """The tensors as rows of one, with some other row where there is none; a view if of one."""
     anything = next((row for row in rows if row is not None), None)
     if anything is None:

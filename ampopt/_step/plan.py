@@ -51,7 +51,7 @@ class Plan:
         works: the rows of each device; empty if no parameter has ever had a gradient.
         present: as :attr:`Work.present`, for the rows of all devices.
         reusable: whether a later step may use the plan; False if it works on copies of tensors.
-        kept: the rows that the next plan may use, unless something changes; see
+        reusable_rows: the rows that the next plan may use, unless something changes; see
             :meth:`unchanged_rows`.
     """
 
@@ -61,7 +61,7 @@ class Plan:
         rule: Rule,
         masters: Masters,
         uploads: dict[torch.device, Uploads],
-        kept: KeptRows,
+        reusable_rows: KeptRows,
         with_grads: list[ParamWithGrad],
         *,
         complete_state: StateCompleter | None,
@@ -75,7 +75,7 @@ class Plan:
             rule: the update rule to run.
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
-            kept: what :meth:`unchanged_rows` of the last plan returned.
+            reusable_rows: what :meth:`unchanged_rows` of the last plan returned.
             with_grads: what :func:`ampopt._step.gradients.params_with_grads` returned.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
@@ -106,14 +106,14 @@ class Plan:
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
         rule_rows = RuleRows(
-            optimizer, rule, masters, self._agreement, complete_state, kept, with_grads
+            optimizer, rule, masters, self._agreement, complete_state, reusable_rows, with_grads
         )
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._group_guard = GroupGuard(rule, rule_rows.variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        self._stepped, self.kept = rule_rows.stepped, rule_rows.kept
-        self._params = [one.tensor for one in rule_rows.stepped]
+        self._stepped_params, self.reusable_rows = rule_rows.stepped_params, rule_rows.reusable_rows
+        self._params = [one.tensor for one in rule_rows.stepped_params]
         self._copies = rule_rows.copies
         self._writes_gradients = rule_rows.gradients_are_written()
         self.reusable = not rule_rows.copies and not any(p.is_complex() for p in self._params)
@@ -135,10 +135,10 @@ class Plan:
         same = self.reusable and rule is self._rule
         if not (same and self._group_guard.revalidate(optimizer.param_groups)):
             return False
-        found = self._tensor_guard.gradients(optimizer)
-        if found is None:
+        grads_and_presence = self._tensor_guard.gradients(optimizer)
+        if grads_and_presence is None:
             return False
-        self._set_gradients(*found)
+        self._set_gradients(*grads_and_presence)
         return True
 
     def unchanged_rows(self, optimizer: Any, rule: Rule) -> KeptRows:
@@ -150,8 +150,8 @@ class Plan:
         """
         if rule is not self._rule or not self._group_guard.has_kept(optimizer.param_groups):
             return {}
-        unchanged = self._tensor_guard.unchanged(optimizer)
-        return {key: row for key, row in self.kept.items() if key in unchanged}
+        unchanged_ids = self._tensor_guard.unchanged(optimizer)
+        return {key: row for key, row in self.reusable_rows.items() if key in unchanged_ids}
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words."""
@@ -196,25 +196,25 @@ class Plan:
             raise self._no_common_group
         if not self._works_now:
             return self._decided_elsewhere(request) or request.earlier_decision
-        extended = request
+        extended_request = request
         if self._agreement is not None:
             flag_all_reduce = None
             if request.needs_agreement:
                 flag_all_reduce = FlagAllReduce(self._agreement, request, len(self._params_now))
-            extended = replace(
-                extended,
+            extended_request = replace(
+                extended_request,
                 agree=flag_all_reduce,
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
         if request.write and not self._writes_gradients:
-            extended = replace(extended, write=False)
-        decision = decide(self._works_now, extended)
+            extended_request = replace(extended_request, write=False)
+        decision = decide(self._works_now, extended_request)
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
-        if request.write and not extended.write:  # in place, after the update has read them
+        if request.write and not extended_request.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
-            with_grads = [one for one in self._stepped if one.tensor.grad is not None]
+            with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
             check_and_unscale_params(
                 with_grads, unscale, None, None, write=True, uploads=self._uploads
             )
@@ -267,7 +267,7 @@ class GroupGuard:
         self._rule, self._variants = rule, variants
         self._members = [group["params"] for group in groups]
         self.hyper = variants.hyper(groups)
-        self._fixed = self._fixed_values(groups, self.hyper)
+        self._values_at_plan = self._fixed_values(groups, self.hyper)
         self._groups, self._entries = groups, None
         # A tensor may change in place, and ``Rule.entries`` may read any entry of the group.
         of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
@@ -287,7 +287,7 @@ class GroupGuard:
             if group["params"] is not members:
                 return False
         hyper = self._variants.hyper(groups)
-        if self._fixed_values(groups, hyper) != self._fixed:
+        if self._fixed_values(groups, hyper) != self._values_at_plan:
             return False
         # A guard would not pay if a scheduler changes numbers at every step.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
@@ -303,12 +303,12 @@ class GroupGuard:
             if group["params"] is not members:
                 return f"the list of parameters of group {index} was replaced"
         flags, options, forms = self._fixed_values(groups, self._variants.hyper(groups))
-        known = self._fixed
-        if flags != known[0]:
+        old_flags, old_options, old_forms = self._values_at_plan
+        if flags != old_flags:
             return f"a flag of the rule was changed, one of {', '.join(self._rule.flags)}"
-        if options != known[1]:
+        if options != old_options:
             return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
-        return None if forms == known[2] else "a hyperparameter has another type"
+        return None if forms == old_forms else "a hyperparameter has another type"
 
     def has_kept(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups of the plan are as they were, except for hyperparameters.
@@ -320,7 +320,7 @@ class GroupGuard:
         return (
             len(members) == len(self._members)
             and all(map(operator.is_, members, self._members))
-            and (flags, options[: len(members)]) == self._fixed[:2]
+            and (flags, options[: len(members)]) == self._values_at_plan[:2]
         )
 
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
@@ -352,12 +352,12 @@ class TensorGuard:
         """
         groups = optimizer.param_groups
         self._masters = masters
-        self._stepped = [one.tensor for one in rows.stepped]
+        self._stepped_params = [one.tensor for one in rows.stepped_params]
         self._indexed_masters = rows.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         self._dtensors = any(map(dtensor.is_dtensor, self._params))
-        planned = set(self._stepped)
-        self._unplanned = [p for p in self._params if p not in planned]
+        planned_params = set(self._stepped_params)
+        self._unplanned_params = [p for p in self._params if p not in planned_params]
         self._process_group, self._state = optimizer.process_group, optimizer.state
         # Users may store other things in optimizer.state than states of parameters.
         param_states = [state for state in self._state.values() if isinstance(state, dict)]
@@ -365,16 +365,16 @@ class TensorGuard:
         self._identities = IdentityGuard([*members, self._state, *param_states])
         # `param.data = ...` keeps the object and changes its memory.
         masters_of_params = [master for _, master in rows.masters]
-        self._held = [*self._params, *masters_of_params, *rows.states]
-        held, params = self._held, self._params
+        self._tensors = [*self._params, *masters_of_params, *rows.states]
+        tensors, params = self._tensors, self._params
         if self._dtensors:  # kernels work on the local shards
-            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
-        self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
-        self._held_laid_out = LayoutGuard(held)
-        self._states = list(map(self._state.get, self._stepped))
-        self._params_placed = dtensor.placements(self._params)
-        self._grads_laid_out = LayoutGuard(rows.layouts)
-        grads = list(map(_grad_of, self._stepped))
+            tensors, params = dtensor.local_of_each(tensors), dtensor.local_of_each(params)
+        self._addresses, self._param_layouts = addresses(tensors), LayoutGuard(params)
+        self._tensor_layouts = LayoutGuard(tensors)
+        self._states = list(map(self._state.get, self._stepped_params))
+        self._param_placements = dtensor.placements(self._params)
+        self._grad_layouts = LayoutGuard(rows.layouts)
+        grads = list(map(_grad_of, self._stepped_params))
         self._placements = dtensor.placements(grads) if self._dtensors else []
 
     def gradients(self, optimizer: Any) -> tuple[list[Tensor | None], bytearray] | None:
@@ -383,56 +383,56 @@ class TensorGuard:
         Returns:
             For each row its gradient, or ``None`` without one; and whether it has one.
         """
-        for param in self._unplanned:
+        for param in self._unplanned_params:
             if param.grad is not None:
                 return None
-        held, params = self._held, self._params
+        tensors, params = self._tensors, self._params
         if self._dtensors:
-            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
+            tensors, params = dtensor.local_of_each(tensors), dtensor.local_of_each(params)
         if not (
             optimizer.state is self._state
             and optimizer.process_group is self._process_group
             and self._identities.unchanged()
-            and addresses(held) == self._addresses
-            and self._params_laid_out.present(params) is not None
+            and addresses(tensors) == self._addresses
+            and self._param_layouts.present(params) is not None
         ):
             return None
-        grads: list[Any] = list(map(_grad_of, self._stepped))
+        grads: list[Any] = list(map(_grad_of, self._stepped_params))
         if self._dtensors and dtensor.placements(grads) != self._placements:
-            for param in self._stepped:
+            for param in self._stepped_params:
                 dtensor.redistribute_gradient(param)
-            grads = list(map(_grad_of, self._stepped))
+            grads = list(map(_grad_of, self._stepped_params))
             self._placements = dtensor.placements(grads)
-        if self._masters.unscaled:
+        if self._masters.grads_at_unscale:
             for place, _ in self._indexed_masters:
                 if grads[place] is not None:
-                    grads[place] = self._masters.unscaled_gradient(self._stepped[place])
+                    grads[place] = self._masters.unscaled_gradient(self._stepped_params[place])
         if self._dtensors:
             grads = dtensor.local_of_each(grads)
-        present = self._grads_laid_out.present(grads)
+        present = self._grad_layouts.present(grads)
         return None if present is None else (grads, present)
 
     # --- what the next plan may use ---------------------------------------------------------------
 
     def unchanged(self, optimizer: Any) -> set[int]:
         """The ``id`` of each parameter of the plan that is as it was, with all of its states."""
-        held = self._held
+        tensors = self._tensors
         if self._dtensors:
-            held = dtensor.local_of_each(held)
+            tensors = dtensor.local_of_each(tensors)
         if not (
             optimizer.state is self._state
-            and addresses(held) == self._addresses
-            and self._held_laid_out.present(held) is not None
-            and dtensor.placements(self._params) == self._params_placed
+            and addresses(tensors) == self._addresses
+            and self._tensor_layouts.present(tensors) is not None
+            and dtensor.placements(self._params) == self._param_placements
         ):
             return set()
-        changed = self._identities.changed()
-        if any(isinstance(container, list) for container in changed):
+        changed_containers = self._identities.changed()
+        if any(isinstance(container, list) for container in changed_containers):
             return set()
-        changed_states = set(map(id, changed))
+        changed_states = set(map(id, changed_containers))
         return {
             id(param)
-            for param, state in zip(self._stepped, self._states, strict=True)
+            for param, state in zip(self._stepped_params, self._states, strict=True)
             if self._state.get(param) is state and id(state) not in changed_states
         }
 
@@ -441,7 +441,7 @@ class TensorGuard:
     def reason(self, optimizer: Any) -> str:
         """The change in words; call this after :meth:`gradients` has returned ``None``."""
         groups = optimizer.param_groups
-        for param in self._unplanned:
+        for param in self._unplanned_params:
             if param.grad is not None:
                 return f"{name_of(groups, param)} has a gradient for the first time"
         if optimizer.state is not self._state:
@@ -455,17 +455,17 @@ class TensorGuard:
             return f"a state of {self._owner_of(container, groups)} was replaced"
         if container is not None:
             return "the parameters of a group were replaced, or are in another order"
-        held, params = self._held, self._params
+        tensors, params = self._tensors, self._params
         if self._dtensors:
-            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
-        moved = map(operator.ne, addresses(held), self._addresses)
-        if (tensor := next(compress(self._held, moved), None)) is not None:
+            tensors, params = dtensor.local_of_each(tensors), dtensor.local_of_each(params)
+        is_moved = map(operator.ne, addresses(tensors), self._addresses)
+        if (tensor := next(compress(self._tensors, is_moved), None)) is not None:
             if any(tensor is param for param in self._params):
                 return f"{name_of(groups, tensor)} was moved to other memory"
             states = (s for s in self._state.values() if isinstance(s, dict))
             state = next(s for s in states if any(value is tensor for value in s.values()))
             return f"a state of {self._owner_of(state, groups)} was moved to other memory"
-        if self._params_laid_out.present(params) is None:
+        if self._param_layouts.present(params) is None:
             return "a parameter has another shape, dtype or layout"
         return "a gradient has another dtype or layout"
 

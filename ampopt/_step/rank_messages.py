@@ -163,33 +163,33 @@ class RowsOnDevices:
             place: the index of this rank's row.
         """
         self._ranks, self._place = ranks, place
-        self._kept: dict[tuple[torch.device, RankRow], Tensor] = {}
+        self._cached_matrices: dict[tuple[torch.device, RankRow], Tensor] = {}
 
     def matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix on ``device``: ``row``, and 0 in all other rows. Does not synchronize."""
         if device.type == "cpu":
-            made = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
-            made[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
-            return made
+            matrix = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
+            matrix[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
+            return matrix
         if captures(device):
             # A graph reads the matrix in each replay, so it must not be a cached one.
             return self._new_matrix(row, device)
-        if (device, row) not in self._kept:
-            if len(self._kept) >= _KEPT:
-                self._kept.clear()
-            self._kept[device, row] = self._new_matrix(row, device)
-        return self._kept[device, row].clone()
+        if (device, row) not in self._cached_matrices:
+            if len(self._cached_matrices) >= _MAX_CACHED:
+                self._cached_matrices.clear()
+            self._cached_matrices[device, row] = self._new_matrix(row, device)
+        return self._cached_matrices[device, row].clone()
 
     def _new_matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
-        made = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
+        matrix = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
         for place, number in enumerate(row):
             if number:
-                made[self._place, place] = number  # no copy from memory that is not pinned
-        return made
+                matrix[self._place, place] = number  # no copy from memory that is not pinned
+        return matrix
 
 
-_KEPT = 32
+_MAX_CACHED = 32
 
 
 class Comparison:
@@ -202,7 +202,7 @@ class Comparison:
 
     def __init__(self) -> None:
         """Start without matrices to check."""
-        self._known: set[RankRow] = set()
+        self._compared_kinds: set[RankRow] = set()
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
@@ -224,8 +224,8 @@ class Comparison:
         if captures(rows.device):
             return
         kind = _kind(row)
-        if kind not in self._known:
-            self._known.add(kind)
+        if kind not in self._compared_kinds:
+            self._compared_kinds.add(kind)
             _refuse(rows.tolist(), ranks, "nothing has been stepped")
             return
         waiting = self._waiting[rows.device, len(ranks)]
@@ -267,14 +267,14 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
     if all(row[Column.CALL :] == first for row in rows) and not _lacks_loss(rows):
         return None
     calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
-    for column, (text, shown) in _COMPARED.items():
+    for column, (text, to_text) in _COMPARED.items():
         ranks_by_number: dict[str, list[int]] = defaultdict(list)
         for rank, row in calling.items():
             ranks_by_number[repr(row[column])].append(rank)  # repr, since NaN != NaN
         if len(ranks_by_number) > 1:
-            if shown is None:
+            if to_text is None:
                 return text.format(" against ".join(map(named_ranks, ranks_by_number.values())))
-            each = (f"{named_ranks(r)}: {shown(float(n))}" for n, r in ranks_by_number.items())
+            each = (f"{named_ranks(r)}: {to_text(float(n))}" for n, r in ranks_by_number.items())
             return text.format("; ".join(each))
     if calling and _lacks_loss(list(calling.values())):
         return (

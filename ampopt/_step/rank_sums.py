@@ -38,7 +38,7 @@ class SameGradients:
         """
         self._numbers = {id(param): number for number, param in enumerate(params)}
         self.size = len(params) + 1
-        self._known: set[tuple[int, ...]] = set()
+        self._compared_sets: set[tuple[int, ...]] = set()
 
     def write_counts(self, counts: Tensor, keys: Iterable[int]) -> None:
         """Write the counts of this rank into ``counts``, which is zeros.
@@ -62,9 +62,9 @@ class SameGradients:
         """
         present = self._present(keys)
         host_sees = backend_for(counts.device).host_sees
-        if not host_sees and (present in self._known or captures(counts.device)):
+        if not host_sees and (present in self._compared_sets or captures(counts.device)):
             return
-        self._known.add(present)
+        self._compared_sets.add(present)
         *having, ranks = counts.tolist()
         if any(n not in (0, ranks) for n in having):
             raise RuntimeError(
@@ -97,8 +97,8 @@ class RankSums:
             n_terms: the number of sums that the rule takes.
         """
         self._agreement, self._n_terms = agreement, n_terms
-        sharded = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
-        self._places = {id(param): place for place, param in enumerate(sharded)}
+        sharded_params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
+        self._places = {id(param): place for place, param in enumerate(sharded_params)}
 
     def __call__(self, works: Sequence[Work], sums: Sums) -> Sums:
         """See :data:`ampopt_kernels.sums.AgreeOnSums`."""
@@ -108,16 +108,16 @@ class RankSums:
         in_norm = [(i, place) for i, place in spread if rows[i].in_norm]
         device, uploads = sums.each.device, works[0].uploads
 
-        def sent(name: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        def indices(name: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
             flat = [n for pair in pairs for n in pair]
             table = uploads.get(name, flat, torch.int64, device).view(-1, 2)
             return table[:, 0], table[:, 1]
 
-        from_rows, to_places = sent("sums that count", in_norm)
+        from_rows, to_places = indices("sums that count", in_norm)
         each = sums.each.new_zeros(len(self._places), sums.totals.numel())
         each.index_copy_(0, to_places, sums.each.index_select(0, from_rows))
         each, totals = self._agreement.add_up_sums(each, sums.totals)
-        to_rows, from_places = sent("sums of ranks", spread)
+        to_rows, from_places = indices("sums of ranks", spread)
         whole = sums.each.index_copy(0, to_rows, each.index_select(0, from_places))
         return Sums(whole, totals)
 

@@ -72,8 +72,8 @@ def agreement(
         process_group = torch.distributed.group.WORLD
     if process_group is None and "torch.distributed.tensor" not in sys.modules:
         return None
-    sharded: list[Any] = [param for param in params_of(param_groups) if is_dtensor(param)]
-    meshes = list(dict.fromkeys(param.device_mesh for param in sharded))
+    sharded_params: list[Any] = [param for param in params_of(param_groups) if is_dtensor(param)]
+    meshes = list(dict.fromkeys(param.device_mesh for param in sharded_params))
     if process_group is not None:
         _check_has_ranks_of(meshes, process_group)
     elif not meshes:
@@ -117,9 +117,9 @@ class AgreementCache:
             return None
         params = list(params_of(param_groups))
         members = [list(map(id, group["params"])) for group in param_groups]
-        named = group_key(param_groups, process_group), is_fsdp1(param_groups)
+        group_identity = group_key(param_groups, process_group), is_fsdp1(param_groups)
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
-        key = members, placements(params), named
+        key = members, placements(params), group_identity
         if key != self._key:
             self._agreement = agreement(
                 param_groups, process_group, step_has_collectives=self._step_has_collectives
@@ -219,10 +219,10 @@ def _whole_parameters(params: Iterable[Any]) -> frozenset[int]:
 
     A parameter does not know its module, so the first call goes through all objects of the process.
     """
-    flattened = [param for param in params if is_flattened_by_fsdp1(param)]
-    if not all(param in _WHOLE for param in flattened):
+    flattened_params = [param for param in params if is_flattened_by_fsdp1(param)]
+    if not all(param in _WHOLE for param in flattened_params):
         _note_strategies()
-    return frozenset(id(param) for param in flattened if _WHOLE.setdefault(param, False))
+    return frozenset(id(param) for param in flattened_params if _WHOLE.setdefault(param, False))
 
 
 def _note_strategies() -> None:

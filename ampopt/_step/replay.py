@@ -93,7 +93,7 @@ class Replay:
             if attempt and state is not None:
                 self._set_rng_state(state)
             look_again()
-            loss, finite, everywhere, verdict = self._evaluated()
+            loss, finite, everywhere, verdict = self._evaluate_once()
             self.found_inf, self.next_scale, decision = verdict()
             if self.scale is None:
                 return loss
@@ -113,7 +113,7 @@ class Replay:
             f"gradients still overflow after {self._max_replays} replays (max_replays)",
         )
 
-    def _evaluated(self) -> tuple[Any, bool, bool, Verdict]:
+    def _evaluate_once(self) -> tuple[Any, bool, bool, Verdict]:
         """Evaluate the closure once.
 
         Returns:

@@ -66,7 +66,7 @@ class RuleRows:
         rule: the rule to run on the rows; with float64 scalar states if a scalar state is float64.
         variants: the variants of the param groups.
         flags: the flags of the rule, for each variant.
-        stepped: the parameter of each row.
+        stepped_params: the parameter of each row.
         masters: ``(index, master)`` for each row whose parameter has a master; of a 24-bit one,
             the low bits.
         rows: the rows.
@@ -75,7 +75,7 @@ class RuleRows:
         states: all state tensors that the step writes, before a reshape or copy for the kernels.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
-        kept: the rows that the next plan may use.
+        reusable_rows: the rows that the next plan may use.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RuleRows:
         masters: Masters,
         agreement: Agreement | None,
         complete_state: StateCompleter | None,
-        kept: KeptRows,
+        reusable_rows: KeptRows,
         with_grads: list[ParamWithGrad],
     ) -> None:
         """Make the rows, and the states that are missing.
@@ -97,7 +97,7 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            kept: what :meth:`Plan.unchanged_rows` of the last plan returned.
+            reusable_rows: what :meth:`Plan.unchanged_rows` of the last plan returned.
             with_grads: what :func:`gradients.params_with_grads` returned.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
@@ -108,55 +108,57 @@ class RuleRows:
             for one in with_grads
             if masters.holder(groups[one.group], one.tensor).grad is not None
         }
-        stepped = gradients.params_with_ids(groups, with_grad | kept.keys())
-        self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
+        stepped_params = gradients.params_with_ids(groups, with_grad | reusable_rows.keys())
+        self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped_params])
         self.flags, of = self.variants.flags(groups), self.variants.of
-        known = [kept.get(id(one.tensor)) for one in stepped]
-        fresh = [i for i, row in enumerate(known) if row is None]
+        old_rows = [reusable_rows.get(id(one.tensor)) for one in stepped_params]
+        fresh = [i for i, row in enumerate(old_rows) if row is None]
         for i in fresh:
-            masters.of(groups[stepped[i].group], stepped[i].tensor)
+            masters.of(groups[stepped_params[i].group], stepped_params[i].tensor)
         codecs = {
-            i: codecs_of(rule, self.flags[of[i]], groups[stepped[i].group], stepped[i].tensor)
+            i: codecs_of(
+                rule, self.flags[of[i]], groups[stepped_params[i].group], stepped_params[i].tensor
+            )
             for i in fresh
         }
-        states = [optimizer.state.get(one.tensor, {}) for one in stepped]
+        states = [optimizer.state.get(one.tensor, {}) for one in stepped_params]
         for i in fresh:
-            param, flags = stepped[i].tensor, self.flags[of[i]]
+            param, flags = stepped_params[i].tensor, self.flags[of[i]]
             states[i] = state_of(optimizer, rule, param, flags, codecs[i], complete_state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         fresh.sort(key=of.__getitem__)
         for part in (*rule.state, *rule.scalar_state):
-            params = [stepped[i].tensor for i in fresh]
+            params = [stepped_params[i].tensor for i in fresh]
             lay_end_to_end(params, [states[i] for i in fresh], part.name)
         in_memory = [
             _place_in_memory(rule, state) if row is None else row.in_memory
-            for state, row in zip(states, known, strict=True)
+            for state, row in zip(states, old_rows, strict=True)
         ]
         # Addresses differ from run to run, so buffers are numbered in the order of parameters.
         buffers = {buffer: number for number, (buffer, _) in enumerate(in_memory)}
         keys = [(of[i], buffers[buffer], offset) for i, (buffer, offset) in enumerate(in_memory)]
-        order = sorted(range(len(stepped)), key=keys.__getitem__)
+        order = sorted(range(len(stepped_params)), key=keys.__getitem__)
         places = {id(p): place for place, p in enumerate(gradients.params_of(groups))}
-        self.stepped: list[ParamWithGrad] = [stepped[i] for i in order]
+        self.stepped_params: list[ParamWithGrad] = [stepped_params[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.states: list[Tensor] = []
-        self.kept: dict[int, KeptRow] = {}
+        self.reusable_rows: dict[int, KeptRow] = {}
         for number, i in enumerate(order):
-            one, state, same = stepped[i], states[i], known[i]
+            one, state, same = stepped_params[i], states[i], old_rows[i]
             group, param, present = groups[one.group], one.tensor, id(one.tensor) in with_grad
             if present:
                 values = gradients.values_of(masters.holder(group, param))
             else:
-                values = kept[id(param)].like
+                values = reusable_rows[id(param)].like
             if same is not None and not self._fits(same.row, state, values):
                 codecs[i], same = codecs_of(rule, self.flags[of[i]], group, param), None
             if same is not None:
                 row, master = same.row, same.master
-                self.kept[id(param)] = same
+                self.reusable_rows[id(param)] = same
             else:
                 n_copies = len(self.copies)
                 master = masters.of(group, param)
@@ -164,9 +166,9 @@ class RuleRows:
                 row = self._row(one, self.flags[of[i]], *where)
                 like = _like_gradient(row)
                 if like is not None and len(self.copies) == n_copies and not param.is_complex():
-                    written = [*row.outputs, *(x for x in row.scales if x is not None)]
-                    memory = list(map(address_range, written))
-                    self.kept[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
+                    written_tensors = [*row.outputs, *(x for x in row.scales if x is not None)]
+                    memory = list(map(address_range, written_tensors))
+                    self.reusable_rows[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
             if master is not None:
                 self.masters.append((number, master))
             assert row.param is not None
@@ -190,7 +192,7 @@ class RuleRows:
 
     def _row(
         self,
-        stepped: ParamWithGrad,
+        stepped_param: ParamWithGrad,
         flags: tuple[bool, ...],
         codecs: tuple[Codec | None, ...],
         state: dict[str, Any],
@@ -200,26 +202,26 @@ class RuleRows:
         """The row of one parameter.
 
         Args:
-            stepped: the parameter.
+            stepped_param: the parameter.
             flags: values of ``rule.flags`` for it.
             codecs: the codec of each elementwise state, or ``None``.
             state: its state, complete.
             place: its index among all parameters of the optimizer.
             grad_dtype: dtype of its gradient.
         """
-        index, param, owner = stepped
+        index, param, owner = stepped_param
         rule, local, dense = self._rule, dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
         low = master if master is not None and master.dtype == LOW_BITS else None
-        rounds, coded = _is_rounded_stochastically(group, param), any(codecs)
-        draws = rounds or coded or low is not None
+        rounds, is_coded = _is_rounded_stochastically(group, param), any(codecs)
+        draws = rounds or is_coded or low is not None
         keys = keys_of(self._optimizer, param, place) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
         row_column_states = rule.row_column_states_for(flags)
         # An index must give row and column, and the block and random number of an element.
-        in_order = bool(row_column_states) or coded or low is not None
+        in_order = bool(row_column_states) or is_coded or low is not None
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
@@ -278,7 +280,7 @@ class RuleRows:
         return all(
             row.grad_dtype == row.compute_dtype
             and (grad is None or grad.data_ptr() == dtensor.local(one.tensor.grad).data_ptr())
-            for row, grad, one in zip(self.rows, self.grads, self.stepped, strict=True)
+            for row, grad, one in zip(self.rows, self.grads, self.stepped_params, strict=True)
         )
 
 
@@ -312,10 +314,10 @@ def keys_of(optimizer: Any, param: Tensor, place: int) -> Tensor:
     Each parameter has a key of its own, which depends on its index ``place`` among all parameters.
     """
     state = optimizer.state[param]
-    kept = state.get(KEYS, KEY_STRIDE * place)
+    saved_key = state.get(KEYS, KEY_STRIDE * place)
     if not (
-        isinstance(kept, Tensor)
-        and (kept.dtype, kept.device, kept.ndim) == (torch.int64, param.device, 0)
+        isinstance(saved_key, Tensor)
+        and (saved_key.dtype, saved_key.device, saved_key.ndim) == (torch.int64, param.device, 0)
     ):
-        state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
+        state[KEYS] = torch.full((), int(saved_key), dtype=torch.int64, device=param.device)
     return state[KEYS]

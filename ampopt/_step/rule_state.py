@@ -88,8 +88,10 @@ def complete(
                 continue
             like = param if master is None or initial is not None else full_master(param, master)
             state[part.name] = _new_state(part, like, _dtype_of(part, own), initial)
-    kept = [state[part.name] for part in scalars if state.get(part.name) is not None]
-    wide = torch.float64 in ([value.dtype for value in kept] or [torch.get_default_dtype()])
+    scalar_values = [state[part.name] for part in scalars if state.get(part.name) is not None]
+    wide = torch.float64 in (
+        [value.dtype for value in scalar_values] or [torch.get_default_dtype()]
+    )
     for part in scalars:
         if state.get(part.name) is None:
             dtype = part.dtype or (torch.float64 if wide else torch.float32)
@@ -118,8 +120,8 @@ def convert(
         if small_states.convert_to_codec(state, part, param, of_states.get(part)):
             continue
         value = state[part.name]
-        settled = not has_master and part.dtype is None and part.shape is None
-        if settled and value.is_contiguous() and not (value.is_neg() or value.is_conj()):
+        has_declared_form = not has_master and part.dtype is None and part.shape is None
+        if has_declared_form and value.is_contiguous() and not (value.is_neg() or value.is_conj()):
             continue
         if has_master or part.dtype is not None:
             value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
@@ -145,10 +147,10 @@ def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
     """
     widened = False
     for part in rule.scalar_state:
-        kept = [state for state in states if state.get(part.name) is not None]
-        if part.dtype is None and any(s[part.name].dtype == torch.float64 for s in kept):
+        with_part = [state for state in states if state.get(part.name) is not None]
+        if part.dtype is None and any(s[part.name].dtype == torch.float64 for s in with_part):
             widened = True
-            for state in kept:
+            for state in with_part:
                 if state[part.name].dtype != torch.float64:
                     state[part.name] = state[part.name].double()
     return widened
@@ -181,7 +183,7 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
     before, is not moved again, so that parameters whose gradients come and go are not moved at
     every step. The buffer lives as long as any of its views.
     """
-    moved = [
+    entries_to_move = [
         (state, state[name], part)
         for param, state in zip(params, states, strict=True)
         if param.device.type == "cpu"
@@ -192,7 +194,7 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
         and part.is_contiguous()
     ]
     by_dtype: dict[torch.dtype, list[tuple[dict[str, Any], Tensor, Tensor]]] = {}
-    for entry in moved:
+    for entry in entries_to_move:
         by_dtype.setdefault(entry[1].dtype, []).append(entry)
     for entries in by_dtype.values():
         if len(entries) < 2:

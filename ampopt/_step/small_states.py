@@ -86,10 +86,12 @@ def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[s
         state: the state of a parameter.
         parts: the states that rules declare.
     """
-    coded = {part.name for part in parts if _is_tensor(state, part.name) and has_codes(state, part)}
+    coded_names = {
+        part.name for part in parts if _is_tensor(state, part.name) and has_codes(state, part)
+    }
     if _is_tensor(state, MASTER) and state[MASTER].dtype in CODES:
-        coded.add(MASTER)
-    return {codes_key(name) if name in coded else name: x for name, x in state.items()}
+        coded_names.add(MASTER)
+    return {codes_key(name) if name in coded_names else name: x for name, x in state.items()}
 
 
 def restore_names(state: dict[str, Any], parts: Iterable[State] = ()) -> None:
@@ -127,8 +129,8 @@ def stored_codec(part: State, codes: Tensor) -> Codec:
 def has_codes(state: Mapping[str, Any], part: State) -> bool:
     """Whether ``part`` in ``state``, which exists, has codes and not values."""
     # Only an author's codec keeps codes, with scales, in a dtype that values may have too.
-    coded = part.codec is not None and scale_key(part.name) in state
-    return coded or state[part.name].dtype in CODES
+    is_coded = part.codec is not None and scale_key(part.name) in state
+    return is_coded or state[part.name].dtype in CODES
 
 
 def _makes_codes(codec: Codec) -> bool:
@@ -171,16 +173,16 @@ def convert_to_codec(
     Returns:
         Whether the state is complete. If not, its dtype may still have to be converted.
     """
-    value, coded = state[part.name], has_codes(state, part)
-    if codec is not None and value.dtype == codec.dtype and coded == _makes_codes(codec):
+    value, is_coded = state[part.name], has_codes(state, part)
+    if codec is not None and value.dtype == codec.dtype and is_coded == _makes_codes(codec):
         if not dtensor.local(value).is_contiguous():
             state[part.name] = value.contiguous()
         return True
-    if coded:
+    if is_coded:
         _decode(state, part)
     if codec is None:
         of_16_bits = value.dtype == BFLOAT16.dtype and param.dtype == torch.float32
-        if coded or (of_16_bits and KEYS in state):
+        if is_coded or (of_16_bits and KEYS in state):
             state[part.name] = state[part.name].to(param.dtype)
         return False
     values = dtensor.local(state[part.name]).reshape(-1)
@@ -239,12 +241,12 @@ def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor)
             f"{scales.dtype if isinstance(scales, Tensor) else repr(scales)}, and must be their "
             "float32 scales: load both, or delete the state to start with a new one"
         )
-    wanted = scale_shape(param.shape, codec.block)
-    if tuple(scales.shape) != wanted:
+    expected_shape = scale_shape(param.shape, codec.block)
+    if tuple(scales.shape) != expected_shape:
         raise ValueError(
-            f"{what} has scales of shape {tuple(scales.shape)}, and must have {wanted}, since the "
-            f"parameter has shape {tuple(param.shape)}: load a checkpoint of this model, or delete "
-            "the state to start with a new one"
+            f"{what} has scales of shape {tuple(scales.shape)}, and must have {expected_shape}, "
+            f"since the parameter has shape {tuple(param.shape)}: load a checkpoint of this model, "
+            "or delete the state to start with a new one"
         )
 
 

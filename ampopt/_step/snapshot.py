@@ -44,9 +44,11 @@ class Snapshot:
     def restore(self) -> None:
         """Restore everything, bitwise."""
         groups = self._optimizer.param_groups
-        for group, entries, (params, kept) in zip(groups, self._groups, self._params, strict=True):
+        for group, entries, (params, leaves) in zip(
+            groups, self._groups, self._params, strict=True
+        ):
             group.clear()
-            params[:] = [param.restore() for param in kept]
+            params[:] = [param.restore() for param in leaves]
             group.update(params=params, **_restore(entries))
         self._optimizer.state.clear()
         for key, state in self._state:
@@ -59,8 +61,8 @@ class _SavedLeaf:
     def __init__(self, value: Any, *, share: bool = False) -> None:
         """Store ``value``, and a copy of it if it is a tensor, unless ``share``."""
         self._value = value
-        copied = isinstance(value, Tensor) and not share
-        self._copy = copy_of(value) if copied else None
+        is_copied = isinstance(value, Tensor) and not share
+        self._copy = copy_of(value) if is_copied else None
 
     def restore(self) -> Any:
         """Return the object; a tensor gets its old values back."""
@@ -96,18 +98,18 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     This runs after the user's load-state-dict pre-hooks and before the user's post-hooks.
     """
-    given: list[dict[str, Any]] = []
+    state_dicts: list[dict[str, Any]] = []
 
     def remember(_: Any, state_dict: dict[str, Any]) -> None:
-        given.append(state_dict)
+        state_dicts.append(state_dict)
 
     def uncast(_: Any) -> None:
-        (saved,) = given
-        keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        (saved_dict,) = state_dicts
+        keys = chain.from_iterable(group["params"] for group in saved_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for key, param in zip(keys, params, strict=True):
-            if key in saved["state"]:
-                optimizer.state[param] = _uncast(optimizer.state[param], saved["state"][key])
+            if key in saved_dict["state"]:
+                optimizer.state[param] = _uncast(optimizer.state[param], saved_dict["state"][key])
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -120,23 +122,23 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def _uncast(loaded: Any, saved: Any) -> Any:
-    """``loaded`` with the saved dtypes, except where the optimizer's class has restructured it."""
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _uncast(loaded[key], saved[key])
-        return loaded
-    if pytree.tree_structure(loaded) != pytree.tree_structure(saved):
-        return loaded
-    return pytree.tree_map(_uncast_copy, loaded, saved)
+def _uncast(value: Any, saved_value: Any) -> Any:
+    """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
+    if isinstance(value, dict) and isinstance(saved_value, dict):
+        for key in value.keys() & saved_value.keys():
+            value[key] = _uncast(value[key], saved_value[key])
+        return value
+    if pytree.tree_structure(value) != pytree.tree_structure(saved_value):
+        return value
+    return pytree.tree_map(_uncast_copy, value, saved_value)
 
 
-def _uncast_copy(loaded: Any, saved: Any) -> Any:
+def _uncast_copy(value: Any, saved_value: Any) -> Any:
     """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
-    if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)):
-        return loaded  # torch makes tensors of the numbers in older state dicts: they stay tensors
-    if inner_names(saved):  # its `to` may change the dtype alone, and share its inner tensors
-        return copy_of(saved.to(loaded.device))
-    if loaded.dtype != saved.dtype:
-        return saved.to(loaded.device, copy=True)
-    return loaded.clone() if loaded is saved else loaded
+    if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
+        return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
+    if inner_names(saved_value):  # its `to` may change the dtype alone, and share its inner tensors
+        return copy_of(saved_value.to(value.device))
+    if value.dtype != saved_value.dtype:
+        return saved_value.to(value.device, copy=True)
+    return value.clone() if value is saved_value else value

@@ -21,7 +21,7 @@ from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import address_range, is_dense, share_memory
 
-__all__ = ["Stepped", "check_master", "check_states"]
+__all__ = ["CheckedParam", "check_master", "check_states"]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -30,7 +30,7 @@ _WITH_ADDRESSES = ("cpu", "cuda", "xpu")
 """Device types whose ``data_ptr`` is an address in bytes."""
 
 
-class Stepped(NamedTuple):
+class CheckedParam(NamedTuple):
     """A parameter that a step updates, and what its state is checked against.
 
     Attributes:
@@ -50,7 +50,7 @@ class Stepped(NamedTuple):
     codecs: tuple[Codec | None, ...]
 
 
-_Written = tuple[int, int, str, str | None, Tensor]
+_WrittenTensor = tuple[int, int, str, str | None, Tensor]
 """A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
 tensor.
 """
@@ -58,8 +58,8 @@ tensor.
 
 def check_states(
     rule: Rule,
-    stepped: Iterable[Stepped],
-    others: Iterable[Stepped] = (),
+    params_to_check: Iterable[CheckedParam],
+    others: Iterable[CheckedParam] = (),
     memory_of_others: Iterable[tuple[int, int]] = (),
 ) -> None:
     """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
@@ -70,7 +70,7 @@ def check_states(
 
     Args:
         rule: the rule.
-        stepped: the parameters whose states to check.
+        params_to_check: the parameters whose states to check.
         others: parameters that the step updates too, whose states have passed this check before.
             They are read only if the states to check may share memory with theirs.
         memory_of_others: the address ranges of ``others`` and their states.
@@ -81,19 +81,19 @@ def check_states(
             that the step writes.
         RuntimeError: a state is on another device than its parameter, or sharded differently.
     """
-    written: dict[torch.device, list[_Written]] = {}
-    for one in stepped:
+    memory_by_device: dict[torch.device, list[_WrittenTensor]] = {}
+    for one in params_to_check:
         _check_state(rule, one)
-        _add_memory(written, rule, one)
-    taken = [*memory_of_others]
-    if taken and _overlap_somewhere(taken, *written.values()):
+        _add_memory(memory_by_device, rule, one)
+    ranges_of_others = [*memory_of_others]
+    if ranges_of_others and _overlap_somewhere(ranges_of_others, *memory_by_device.values()):
         for one in others:
-            _add_memory(written, rule, one)
-    for memory in written.values():
+            _add_memory(memory_by_device, rule, one)
+    for memory in memory_by_device.values():
         _check_no_overlap(memory)
 
 
-def _check_state(rule: Rule, one: Stepped) -> None:
+def _check_state(rule: Rule, one: CheckedParam) -> None:
     """Check the state of one parameter, but for the memory that it shares with others."""
     name, param, state, flags, has_master, codecs = one
     small_states.check_whole_blocks(name, param, codecs)
@@ -119,13 +119,15 @@ def _check_state(rule: Rule, one: Stepped) -> None:
         ):
             _check_tensor(name, param, part.name, value, part)
         if small_states.has_codes(state, part):
-            small_states.check_codes(_named(part.name, name), state, part, param)
+            small_states.check_codes(_state_name(part.name, name), state, part, param)
     for part in rule.scalar_state_for(flags):
         _check_scalar(name, part.name, state.get(part.name))
     _check_scalar(name, KEYS, state.get(KEYS))
 
 
-def _add_memory(written: dict[torch.device, list[_Written]], rule: Rule, one: Stepped) -> None:
+def _add_memory(
+    memory_by_device: dict[torch.device, list[_WrittenTensor]], rule: Rule, one: CheckedParam
+) -> None:
     """Add the parameter and its states, which have been checked, to what the step writes."""
     state = one.state
     if one.param.device.type not in _WITH_ADDRESSES:
@@ -135,7 +137,7 @@ def _add_memory(written: dict[torch.device, list[_Written]], rule: Rule, one: St
         keys.append(part.name)
         if state.get(part.name) is not None and small_states.has_codes(state, part):
             keys.append(small_states.scale_key(part.name))
-    memory = written.setdefault(one.param.device, [])
+    memory = memory_by_device.setdefault(one.param.device, [])
     for key, tensor in ((None, one.param), *((key, state.get(key)) for key in keys)):
         if tensor is not None:
             tensor = dtensor.local(tensor)
@@ -154,24 +156,24 @@ def check_master(name: str, param: Tensor, master: Any) -> None:
     _check_tensor(name, param, MASTER, master, State(MASTER))
     if master.dtype not in (torch.float32, LOW_BITS):
         raise TypeError(
-            f"{_named(MASTER, name)} is {master.dtype}, and must be torch.float32, or the "
+            f"{_state_name(MASTER, name)} is {master.dtype}, and must be torch.float32, or the "
             "torch.int8 of master_bits=24: convert it, or delete it to have it made from the "
             "parameter"
         )
 
 
-def _named(state: str, param: str) -> str:
+def _state_name(state: str, param: str) -> str:
     """The name of a state for a message."""
     return f"the state {state} of {param}"
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -> None:
     """Raise unless ``value``, the state ``key`` of ``param``, is a tensor as ``part`` declares."""
-    what, wanted = _named(key, name), torch.Size(part.beside(param.shape))
+    what, expected_shape = _state_name(key, name), torch.Size(part.beside(param.shape))
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{what} is {value!r}, of type {type(value).__name__}, and must be a tensor of shape "
-            f"{tuple(wanted)}: delete it to start with a new one"
+            f"{tuple(expected_shape)}: delete it to start with a new one"
         )
     if value.layout != torch.strided:
         raise TypeError(
@@ -183,12 +185,12 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
             f"{what} is {value.dtype}, which a parameter of {param.dtype} cannot have as state: "
             "convert it to the parameter's dtype"
         )
-    if value.shape != wanted:
+    if value.shape != expected_shape:
         raise ValueError(
-            f"{what} has shape {tuple(value.shape)}, and must have {tuple(wanted)}, since the "
-            f"parameter has shape {tuple(param.shape)}: load a checkpoint of this model, or, where "
-            "the parameter was resized, resize the state too, or delete optimizer.state[p] to "
-            "start with a new state"
+            f"{what} has shape {tuple(value.shape)}, and must have {tuple(expected_shape)}, "
+            f"since the parameter has shape {tuple(param.shape)}: load a checkpoint of this model, "
+            "or, where the parameter was resized, resize the state too, or delete "
+            "optimizer.state[p] to start with a new state"
         )
     if value.device != param.device:
         raise RuntimeError(
@@ -216,11 +218,11 @@ def _check_sharding(what: str, param: Any, value: Any) -> None:
             f"{what} is placed as {value.placements}, the parameter as {param.placements}: "
             "redistribute the state, state.redistribute(param.device_mesh, param.placements)"
         )
-    here, wanted = dtensor.local(value).shape, dtensor.local(param).shape
-    if here != wanted:
+    state_shape, param_shape = dtensor.local(value).shape, dtensor.local(param).shape
+    if state_shape != param_shape:
         raise ValueError(
-            f"{what} has a local shard of shape {tuple(here)}, the parameter one of "
-            f"{tuple(wanted)}: load a checkpoint of this model"
+            f"{what} has a local shard of shape {tuple(state_shape)}, the parameter one of "
+            f"{tuple(param_shape)}: load a checkpoint of this model"
         )
 
 
@@ -230,7 +232,7 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
         return
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return
-    what = _named(key, name)
+    what = _state_name(key, name)
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{what} is {value!r}, of type {type(value).__name__}, and must be a number or a "
@@ -254,13 +256,13 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 _start_of = operator.itemgetter(0)
 
 
-def _check_no_overlap(memory: list[_Written]) -> None:
+def _check_no_overlap(memory: list[_WrittenTensor]) -> None:
     """Raise if a state shares memory with another tensor of ``memory``.
 
     Two parameters may share memory: users tie them on purpose.
     """
     memory.sort(key=_start_of)
-    open_: list[_Written] = []  # tensors that may end after the start of the next one
+    open_: list[_WrittenTensor] = []  # tensors that may end after the start of the next one
     reach = 0
     for one in memory:
         start, end, name, state, tensor = one
@@ -271,7 +273,7 @@ def _check_no_overlap(memory: list[_Written]) -> None:
                 continue
             if _overlap(tensor, other):
                 what, with_ = (
-                    param if key is None else _named(key, param)
+                    param if key is None else _state_name(key, param)
                     for param, key in ((name, state), (other_name, other_state))
                 )
                 raise ValueError(
@@ -283,10 +285,10 @@ def _check_no_overlap(memory: list[_Written]) -> None:
             reach = max(reach, end)
 
 
-def _overlap_somewhere(ranges: list[tuple[int, int]], *written: list[_Written]) -> bool:
+def _overlap_somewhere(ranges: list[tuple[int, int]], *memories: list[_WrittenTensor]) -> bool:
     """Whether any two address ranges overlap, of ``ranges`` and of tensors on any device."""
     reach = 0
-    for start, end in sorted([*ranges, *(one[:2] for memory in written for one in memory)]):
+    for start, end in sorted([*ranges, *(one[:2] for memory in memories for one in memory)]):
         if start < reach:
             return True
         reach = max(reach, end)

@@ -53,8 +53,8 @@ def written_step(cls: type[torch.optim.Optimizer]) -> Any:
 
 def has_own_step(cls: type) -> bool:
     """Whether ``cls`` itself defines ``step``, and not only torch's wrapper of an inherited one."""
-    inherited = getattr(super(cls, cls), "step", None)
-    return "step" in vars(cls) and beneath_hooks(cls.step) is not beneath_hooks(inherited)  # type: ignore[attr-defined]
+    inherited_step = getattr(super(cls, cls), "step", None)
+    return "step" in vars(cls) and beneath_hooks(cls.step) is not beneath_hooks(inherited_step)  # type: ignore[attr-defined]
 
 
 def has_step(cls: type[torch.optim.Optimizer]) -> bool:
@@ -67,8 +67,8 @@ def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
     step = vars(optimizer).get("step")
     if step is None:
         return False
-    scheduled = torch_private.is_wrapped_by_scheduler(step)
-    return not (scheduled and step.__wrapped__ is type(optimizer).step)
+    is_scheduled = torch_private.is_wrapped_by_scheduler(step)
+    return not (is_scheduled and step.__wrapped__ is type(optimizer).step)
 
 
 def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:

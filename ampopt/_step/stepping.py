@@ -69,12 +69,12 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         decision: whether to skip, and the coefficients; ``None`` if there were no gradients.
-        returned: the return value of ``step()``; ``None`` if it was not called.
+        result: the return value of ``step()``; ``None`` if it was not called.
         called: whether ``step()`` was called.
     """
 
     decision: Decision | None
-    returned: Any = None
+    result: Any = None
     called: bool = True
 
 
@@ -151,8 +151,8 @@ class StepStrategy(RefersToOptimizer, ABC):
     @property
     def process_group(self) -> Any:
         """The process group that all-reduces the overflow flag, if the user has set one."""
-        named = "process_group" not in self._reserved_names
-        return self.optimizer.process_group if named else self._process_group
+        has_attribute = "process_group" not in self._reserved_names
+        return self.optimizer.process_group if has_attribute else self._process_group
 
     def decide_with(self, process_group: Any) -> None:
         """Set :attr:`process_group`."""
@@ -205,13 +205,13 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @property
     @abstractmethod
-    def decided(self) -> Decision | None:
+    def decision_of_step(self) -> Decision | None:
         """In a step post-hook: the decision that the step followed; ``None`` if there was none."""
 
     @property
     def skip_flag(self) -> Tensor | None:
         """In a step post-hook: more than 0 if the step was skipped; ``None`` if it surely ran."""
-        return None if self.decided is None else self.decided.skip
+        return None if self.decision_of_step is None else self.decision_of_step.skip
 
     def with_watch_and_causes(self, request: Request) -> Request:
         """Add to ``request`` what :attr:`watch` and :attr:`causes` need and do not have yet."""
@@ -219,9 +219,9 @@ class StepStrategy(RefersToOptimizer, ABC):
         if self.watch is not None and not (earlier is not None and earlier.measured):
             request = replace(request, measure=True)
         if self.causes and request.check:
-            known = [cause for cause, _ in request.causes]
-            added = ((c, self._loss_for(c)) for c in self.causes if c not in known)
-            request = replace(request, causes=(*request.causes, *added))
+            known_causes = [cause for cause, _ in request.causes]
+            new_causes = ((c, self._loss_for(c)) for c in self.causes if c not in known_causes)
+            request = replace(request, causes=(*request.causes, *new_causes))
         return request
 
     def _loss_for(self, cause: Any) -> Tensor | None:
@@ -268,8 +268,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         if isinstance(loss, (int, float)):
             loss = torch.tensor(float(loss), device="cpu")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"loss must be a number or a tensor of one element, got {got}")
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"loss must be a number or a tensor of one element, got {what}")
         self.loss = loss
 
     def step_is_over(self) -> None:

@@ -149,8 +149,8 @@ def uncompiled(function: _Function) -> _Function:
     This is ``torch.compiler.disable`` without importing the compiler, which takes seconds; torch
     puts it around its own optimizers. Gone: use that.
     """
-    disabled: Any = torch._compile._disable_dynamo(function)
-    return disabled
+    disabled_function: Any = torch._compile._disable_dynamo(function)
+    return disabled_function
 
 
 def constant_to_dynamo(function: _Function) -> _Function:

@@ -45,8 +45,8 @@ class ScalerHandoff:
         unscaled are not checked again: the user may have changed them since.
         """
         found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
-        scaled = self.grad_scale is not None
-        return Request(scale=self.grad_scale, check=scaled, found_inf=found_inf, write=scaled)
+        is_scaled = self.grad_scale is not None
+        return Request(scale=self.grad_scale, check=is_scaled, found_inf=found_inf, write=is_scaled)
 
     def leave_for_scaler(self, optimizer: Any, decision: Decision | None) -> None:
         """Set both attributes again: the scaler deletes them, and step hooks read ``found_inf``."""
@@ -140,13 +140,13 @@ def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         handoff = take_handoff(self, args, kwargs)
         if handoff is None:
-            returned = step(self, *args, **kwargs)
+            result = step(self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
-            return returned
+            return result
         call = functools.partial(step, self, *args, **kwargs)
         outcome = _around(self, call, handoff.request)
         handoff.leave_for_scaler(self, outcome.decision)
-        return outcome.returned
+        return outcome.result
 
     # ``wraps`` copies the attributes of ``step``, but the wrapper must not count as hooked.
     vars(wrapper).pop("hooked", None)

@@ -47,18 +47,18 @@ class CopyOnWriteMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: list[Tensor], *, unseen: bool = False) -> None:
-        """Watch the storages of ``tensors``; with ``unseen``, copy all of them now.
+    def __init__(self, tensors: list[Tensor], *, bypasses_dispatcher: bool = False) -> None:
+        """Watch the storages of ``tensors``; with ``bypasses_dispatcher``, copy all of them now.
 
         Args:
             tensors: the tensors that the step may write to.
-            unseen: whether the step writes to tensors without torch's dispatcher, as custom kernels
-                may.
+            bypasses_dispatcher: whether the step writes to tensors without torch's dispatcher, as
+                custom kernels may.
         """
         super().__init__()
-        self._watched = {storage_key(t): t for t in tensors}
+        self._tensors = {storage_key(t): t for t in tensors}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        if unseen:
+        if bypasses_dispatcher:
             self._keep_all()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,13 +84,13 @@ class CopyOnWriteMode(TorchDispatchMode):
 
     def _keep_all(self) -> None:
         """Copy the storage of every watched tensor that has no copy yet."""
-        for key in self._watched:
+        for key in self._tensors:
             self._keep(key)
 
     def _keep(self, key: int) -> None:
         """Copy the storage ``key``, unless it is not watched or has a copy."""
-        if key in self._watched and key not in self._copies:
-            whole = _whole(self._watched[key])
+        if key in self._tensors and key not in self._copies:
+            whole = _whole(self._tensors[key])
             self._copies[key] = whole, whole.clone()
 
     def saw(self, tensor: Tensor) -> bool:
@@ -141,19 +141,21 @@ class SkipPolicy:
         reason: why the mode became ``"host"``; ``None`` if it was so from the start, or is not.
     """
 
-    def __init__(self, mode: Mode, *, settled: bool = False, unseen: bool = False) -> None:
+    def __init__(
+        self, mode: Mode, *, mode_is_fixed: bool = False, bypasses_dispatcher: bool = False
+    ) -> None:
         """Store how to skip the first step.
 
         Args:
             mode: the mode of the first step.
-            settled: whether the mode never changes: the user chose it, or reading the flag is free.
-                A transaction that cannot be rolled back on the device still reads the flag.
-            unseen: whether the step is known to write tensors without torch's dispatcher. Then all
-                of them are copied before it.
+            mode_is_fixed: whether the mode never changes: the user chose it, or reading the flag is
+                free. A transaction that cannot be rolled back on the device still reads the flag.
+            bypasses_dispatcher: whether the step is known to write tensors without torch's
+                dispatcher. Then all of them are copied before it.
         """
         self.mode: Mode = mode
         self.reason: str | None = None
-        self._settled, self._unseen = settled, unseen
+        self._mode_is_fixed, self._bypasses_dispatcher = mode_is_fixed, bypasses_dispatcher
         self._growths = 0
 
     def step(
@@ -171,8 +173,10 @@ class SkipPolicy:
             called; a step that was skipped on the host was not.
         """
         host = None if self.mode == "host" else HostState(optimizer)
-        if host is not None and host.hidden is not None and not self._settled:
-            self._read_flag_first(optimizer, f"has state that cannot be inspected: {host.hidden}")
+        if host is not None and host.hidden_object is not None and not self._mode_is_fixed:
+            self._read_flag_first(
+                optimizer, f"has state that cannot be inspected: {host.hidden_object}"
+            )
             host = None
         if host is not None and self.mode == "transaction":
             return True, self._transact(optimizer, step, decision.skip > 0, host)
@@ -193,25 +197,27 @@ class SkipPolicy:
 
         Synchronizes only if the step raises, or changes something that is not a tensor.
         """
-        writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
-        returned, failure = None, None
+        writes = CopyOnWriteMode(host.tensors, bypasses_dispatcher=self._bypasses_dispatcher)
+        result, failure = None, None
         try:
             with writes, torch.compiler.set_stance("force_eager"):  # to record every write
-                returned = step()
+                result = step()
         except Exception as error:  # perhaps because of the non-finite gradients
             failure = error
-        changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
-        if failure is None and changed is None:
+        changed_object = host.changed_object() or (
+            _IN_HOST_MEMORY if writes.on_host(skip) else None
+        )
+        if failure is None and changed_object is None:
             writes.undo_where(skip)
-            return returned
-        if failure is None and changed is not None and not self._settled:
-            self._choose_mode(optimizer, host, changed)
+            return result
+        if failure is None and changed_object is not None and not self._mode_is_fixed:
+            self._choose_mode(optimizer, host, changed_object)
         if bool(skip):
             host.restore()
             writes.undo()
         elif failure is not None:
             raise failure
-        return returned
+        return result
 
     def _probe(
         self,
@@ -222,25 +228,29 @@ class SkipPolicy:
     ) -> Any:
         """Take a step that is not skipped, and choose the mode by what it has written."""
         before = [(t, _whole(t).clone()) for t in host.tensors]
-        writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
+        writes = CopyOnWriteMode(host.tensors, bypasses_dispatcher=self._bypasses_dispatcher)
         with writes:
-            returned = step()
-        changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
-        if changed is not None:
-            self._choose_mode(optimizer, host, changed)
+            result = step()
+        changed_object = host.changed_object() or (
+            _IN_HOST_MEMORY if writes.on_host(skip) else None
+        )
+        if changed_object is not None:
+            self._choose_mode(optimizer, host, changed_object)
         elif all(torch.equal(_whole(t), old) for t, old in before if not writes.saw(t)):
             self.mode = "transaction"
         else:
             self._read_flag_first(optimizer, "writes tensors without torch's dispatcher")
-        return returned
+        return result
 
-    def _choose_mode(self, optimizer: torch.optim.Optimizer, host: HostState, changed: str) -> None:
+    def _choose_mode(
+        self, optimizer: torch.optim.Optimizer, host: HostState, changed_object: str
+    ) -> None:
         """Choose the mode of later steps, after a step changed more than tensors."""
-        if changed != _IN_HOST_MEMORY and host.only_grew() and self._growths < _GROWTHS:
+        if changed_object != _IN_HOST_MEMORY and host.only_grew() and self._growths < _GROWTHS:
             self.mode = "probation"  # the step has created state
             self._growths += 1
         else:
-            self._read_flag_first(optimizer, f"changes {changed}")
+            self._read_flag_first(optimizer, f"changes {changed_object}")
 
     def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Choose the mode ``"host"``, and log the reason once."""
@@ -253,7 +263,11 @@ class SkipPolicy:
 
 
 def skip_policy_of(
-    skip_by: str, device: torch.device, *, transacts: bool = False, unseen: bool = False
+    skip_by: str,
+    device: torch.device,
+    *,
+    transacts: bool = False,
+    bypasses_dispatcher: bool = False,
 ) -> SkipPolicy:
     """How to skip a step that does not read the flag itself.
 
@@ -261,7 +275,7 @@ def skip_policy_of(
         skip_by: the value of :attr:`ampopt.Optimizer.skip_by`.
         device: the device of the decision.
         transacts: whether the step is known to work as a transaction.
-        unseen: see :class:`SkipPolicy`.
+        bypasses_dispatcher: see :class:`SkipPolicy`.
 
     Raises:
         ValueError: ``skip_by`` is not one of :data:`SKIP_BY`.
@@ -271,10 +285,12 @@ def skip_policy_of(
             f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {skip_by!r}"
         )
     if skip_by in ("host", "transaction"):
-        return SkipPolicy(skip_by, settled=True, unseen=unseen)  # type: ignore[arg-type]
+        return SkipPolicy(skip_by, mode_is_fixed=True, bypasses_dispatcher=bypasses_dispatcher)  # type: ignore[arg-type]
     if host_may_look(device):
-        return SkipPolicy("host", settled=True)
-    return SkipPolicy("transaction" if transacts else "probation", unseen=unseen)
+        return SkipPolicy("host", mode_is_fixed=True)
+    return SkipPolicy(
+        "transaction" if transacts else "probation", bypasses_dispatcher=bypasses_dispatcher
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

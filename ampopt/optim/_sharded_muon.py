@@ -44,15 +44,15 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
     groups = {p: group for group, p in with_grads}
     whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_dtensor(p)}
     if matrices.params:
-        gathered = matrices.gathered([updates[p] for p in matrices.params])
+        gathered = matrices.gather([updates[p] for p in matrices.params])
         whole |= {matrices.params[number]: update for number, update in gathered.items()}
     for param, update in whole.items():
         group = groups[param]
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
         whole[param] = orthogonalized(update, *how)
     if matrices.params:
-        owned = {number: whole[matrices.params[number]] for number in matrices.owned}
-        parts = matrices.scattered(owned, updates[matrices.params[0]])
+        owned = {number: whole[matrices.params[number]] for number in matrices.owned_matrices}
+        parts = matrices.scatter(owned, updates[matrices.params[0]])
         whole |= dict(zip(matrices.params, parts, strict=True))
     for group, param in with_grads:
         lr, p = group["lr"], dtensor.local(param.detach())

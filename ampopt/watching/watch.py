@@ -379,7 +379,7 @@ class Watch:
                 "TrainStep(cuda_graph=True) capture the step"
             )
         self._steps += 1
-        self._add(optimizer._ampopt.decided, self._steps)
+        self._add(optimizer._ampopt.decision_of_step, self._steps)
         self._tell()
 
     def _note_discarded(self, decision: Decision | None) -> None:

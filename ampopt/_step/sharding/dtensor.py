@@ -64,8 +64,8 @@ def redistribute_gradient(param: Any) -> None:
     For a ``Partial`` gradient that is a collective, which all ranks of its mesh have to call.
     """
     grad = param.grad
-    if (placed := placed_as(grad, param)) is not grad:
-        param.grad = placed
+    if (placed_grad := placed_as(grad, param)) is not grad:
+        param.grad = placed_grad
 
 
 def placed_as(tensor: Any, like: Any) -> Any:

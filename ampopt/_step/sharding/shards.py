@@ -45,7 +45,7 @@ def runs_at(
         if dim is not None:
             pieces = getattr(placement, "split_factor", 1)
             parts = (_chunk(runs[dim], piece, pieces) for piece in range(pieces))
-            runs[dim] = _joined(run for part in parts for run in _chunk(part, rank, ranks))
+            runs[dim] = _join_adjacent(run for part in parts for run in _chunk(part, rank, ranks))
     return runs
 
 
@@ -63,15 +63,15 @@ def _chunk(runs: Sequence[Run], which: int, of: int) -> list[Run]:
     return chunk
 
 
-def _joined(runs: Any) -> list[Run]:
+def _join_adjacent(runs: Any) -> list[Run]:
     """``runs`` with adjacent runs joined."""
-    joined: list[Run] = []
+    joined_runs: list[Run] = []
     for run in runs:
-        if joined and sum(joined[-1]) == run.start:
-            joined[-1] = Run(joined[-1].start, joined[-1].length + run.length)
+        if joined_runs and sum(joined_runs[-1]) == run.start:
+            joined_runs[-1] = Run(joined_runs[-1].start, joined_runs[-1].length + run.length)
         else:
-            joined.append(run)
-    return joined
+            joined_runs.append(run)
+    return joined_runs
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -146,11 +146,11 @@ def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -
         end = stride * length
         sizes[stride, 0] += size
         sizes[end, 0] -= size * length
-        begun = 0
+        length_before = 0
         for run, after in pairwise(of_dim):
-            begun += run.length
+            length_before += run.length
             gap = size * (after.start - sum(run))
-            sizes[end, end - stride * begun] += gap
+            sizes[end, end - stride * length_before] += gap
             sizes[end, 0] -= gap
         stride = end
     first = sum(of_dim[0].start * size for of_dim, size in zip(runs, whole, strict=True))
@@ -177,10 +177,10 @@ class ShardedMatrix:
 
     def here(self, part: State, factors: Tensor) -> Tensor:
         """The elements of ``factors``, of all rows or columns, for those of the local shard."""
-        made = factors.new_empty(part.beside(tuple(self._here)))
+        factors_here = factors.new_empty(part.beside(tuple(self._here)))
         for here, whole in self._boxes(part):
-            made[here] = factors[whole]
-        return made
+            factors_here[here] = factors[whole]
+        return factors_here
 
     def put(self, part: State, sums: Tensor, into: Tensor) -> None:
         """Write the local ``sums`` to their places in ``into``, which is flat, for the whole."""
@@ -191,7 +191,7 @@ class ShardedMatrix:
     def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Like :func:`boxes`, for a tensor that was summed over one dimension."""
         runs = list(self._runs)
-        averaged = len(runs) - (1 if part.shape == "rows" else 2)
-        if runs[averaged]:
-            runs[averaged] = [Run(0, 1)]
+        summed_dim = len(runs) - (1 if part.shape == "rows" else 2)
+        if runs[summed_dim]:
+            runs[summed_dim] = [Run(0, 1)]
         return boxes(runs)

@@ -48,7 +48,7 @@ class WholeMatrices:
 
     Attributes:
         params: the sharded matrices.
-        owned: the numbers of the matrices that this rank gathers.
+        owned_matrices: the numbers of the matrices that this rank gathers.
     """
 
     def __init__(self, params: list[Any], group: Any) -> None:
@@ -62,8 +62,8 @@ class WholeMatrices:
         number_of = {r: i for i, r in enumerate(torch.distributed.get_process_group_ranks(group))}
         self._n_ranks, here = len(number_of), torch.distributed.get_rank()
         self._shapes = [tuple(param.shape) for param in params]
-        self.owned: list[int] = []
-        self._received: list[_Shard] = []  # shards of the matrices that this rank gathers
+        self.owned_matrices: list[int] = []
+        self._gathered_shards: list[_Shard] = []
         self._ours: list[tuple[int, _Shard]] = []  # shards of this rank, with the owner
         loads: dict[Any, list[int]] = {}
         costs = [param.numel() * min(param.shape) for param in params]
@@ -74,24 +74,26 @@ class WholeMatrices:
             load[owner] += max(costs[matrix], 1)
             ranks = mesh.mesh.flatten().tolist()
             coordinates = list(product(*map(range, mesh.shape)))
-            copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+            copied_dims = [
+                dim for dim, placement in enumerate(placements) if placement.is_replicate()
+            ]
             is_owner = ranks[owner] == here
             if is_owner:
-                self.owned.append(matrix)
+                self.owned_matrices.append(matrix)
             for rank, at in zip(ranks, coordinates, strict=True):
                 if is_owner or rank == here:
                     runs = runs_at(params[matrix].shape, mesh.shape, at, placements)
-                    is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied)
+                    is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied_dims)
                     shard = _Shard(matrix, number_of[rank], runs, is_copy)
                     if is_owner:
-                        self._received.append(shard)
+                        self._gathered_shards.append(shard)
                     if rank == here:
                         self._ours.append((number_of[ranks[owner]], shard))
         # Sender and receiver have to agree on the order of shards in one message.
-        self._received.sort(key=lambda shard: (shard.rank, shard.matrix))
-        self._ours.sort(key=lambda sent: (sent[0], sent[1].matrix))
+        self._gathered_shards.sort(key=lambda shard: (shard.rank, shard.matrix))
+        self._ours.sort(key=lambda entry: (entry[0], entry[1].matrix))
 
-    def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """Gather the matrices that this rank owns, by one collective.
 
         Args:
@@ -102,21 +104,21 @@ class WholeMatrices:
         """
         if self._n_ranks == 1:
             return dict(enumerate(parts))
-        sent = [(owner, shard) for owner, shard in self._ours if not shard.is_copy]
-        received = [shard for shard in self._received if not shard.is_copy]
-        messages = self._exchanged(
+        outgoing = [(owner, shard) for owner, shard in self._ours if not shard.is_copy]
+        incoming = [shard for shard in self._gathered_shards if not shard.is_copy]
+        messages = self._exchange(
             parts[0],
-            [(owner, parts[shard.matrix]) for owner, shard in sent],
-            [(shard.rank, shard) for shard in received],
+            [(owner, parts[shard.matrix]) for owner, shard in outgoing],
+            [(shard.rank, shard) for shard in incoming],
         )
-        whole = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in self.owned}
-        for shard, message in zip(received, messages, strict=True):
+        whole = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in self.owned_matrices}
+        for shard, message in zip(incoming, messages, strict=True):
             for here, there in boxes(shard.runs):
                 whole[shard.matrix][there] = message[here]
         return whole
 
-    def scattered(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
-        """Scatter the matrices to their shards, by one collective: undoes :meth:`gathered`.
+    def scatter(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
+        """Scatter the matrices to their shards, by one collective: undoes :meth:`gather`.
 
         Args:
             whole: the matrices that this rank owns, by number.
@@ -128,31 +130,31 @@ class WholeMatrices:
         if self._n_ranks == 1:
             return [whole[matrix] for matrix in range(len(self._shapes))]
         pieces = []
-        for shard in self._received:
+        for shard in self._gathered_shards:
             piece = like.new_empty(shard.shape)
             for here, there in boxes(shard.runs):
                 piece[here] = whole[shard.matrix][there]
             pieces.append((shard.rank, piece))
-        messages = self._exchanged(like, pieces, self._ours)
+        messages = self._exchange(like, pieces, self._ours)
         own = {shard.matrix: m for (_, shard), m in zip(self._ours, messages, strict=True)}
         return [own[matrix] for matrix in range(len(self._shapes))]
 
-    def _exchanged(
+    def _exchange(
         self,
         like: Tensor,
-        sent: Sequence[tuple[int, Tensor]],
-        received: Iterable[tuple[int, _Shard]],
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Iterable[tuple[int, _Shard]],
     ) -> list[Tensor]:
         """Send tensors to ranks, in order; return the shards received from ranks, in order."""
-        received = list(received)
+        incoming = list(incoming)
         to: Counter[int] = Counter()
         of: Counter[int] = Counter()
-        for rank, tensor in sent:
+        for rank, tensor in outgoing:
             to[rank] += tensor.numel() * like.element_size()
-        for rank, shard in received:
+        for rank, shard in incoming:
             of[rank] += shard.numel * like.element_size()
-        flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in sent)]
-        out = like.new_empty(sum(shard.numel for _, shard in received))
+        flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in outgoing)]
+        out = like.new_empty(sum(shard.numel for _, shard in incoming))
         # As bytes, since not every backend of torch.distributed accepts every dtype.
         torch.distributed.all_to_all_single(
             out.view(torch.uint8),
@@ -161,5 +163,5 @@ class WholeMatrices:
             [to[rank] for rank in range(self._n_ranks)],
             group=self._group,
         )
-        messages = out.split([shard.numel for _, shard in received])
-        return [m.view(shard.shape) for m, (_, shard) in zip(messages, received, strict=True)]
+        messages = out.split([shard.numel for _, shard in incoming])
+        return [m.view(shard.shape) for m, (_, shard) in zip(messages, incoming, strict=True)]

@@ -88,16 +88,16 @@ def test_any_change_to_the_host_state_is_noticed_and_restored(value, data):
     optimizer.held = [value]
     before = exactly(value)
     host = HostState(optimizer)
-    assert host.changed() is None and host.only_grew() and host.hidden is None
+    assert host.changed_object() is None and host.only_grew() and host.hidden_object is None
     possible = changes(optimizer.held)
     data.draw(st.sampled_from(possible))()
-    assert host.changed() is not None
+    assert host.changed_object() is not None
     with contextlib.suppress(AttributeError, IndexError, KeyError):  # the first was there before
         data.draw(st.sampled_from(possible))()
     host.restore()
     assert exactly(optimizer.held) == exactly([value])
     assert exactly(value) == before
-    assert host.changed() is None
+    assert host.changed_object() is None
 
 
 def test_tensors_are_found_wherever_they_are():
@@ -117,4 +117,4 @@ def test_objects_that_refer_to_each_other_are_visited_once():
     optimizer, _ = made(Foreach)
     optimizer.held = [optimizer]
     optimizer.held.append(optimizer.held)
-    assert HostState(optimizer).changed() is None
+    assert HostState(optimizer).changed_object() is None

@@ -240,23 +240,23 @@ def test_a_plan_that_is_made_again_says_why(change):
 def test_a_parameter_that_appears_is_the_reason_and_others_keep_their_rows():
     params, optimizer = of_parameters(3)
     stepped(optimizer, params[:2])
-    known = dict(optimizer._ampopt.runner.plan.kept)
+    known = dict(optimizer._ampopt.runner.plan.reusable_rows)
     stepped(optimizer, params[1:])
     assert reasons(optimizer) == [
         "the first step",
         "group 0, parameter 2 has a gradient for the first time",
     ]
-    kept = optimizer._ampopt.runner.plan.kept
+    kept = optimizer._ampopt.runner.plan.reusable_rows
     assert all(kept[id(p)].row is known[id(p)].row for p in params[:2])
 
 
 def test_only_the_row_whose_state_was_replaced_is_made_again():
     params, optimizer = of_parameters(3)
     stepped(optimizer, params)
-    known = dict(optimizer._ampopt.runner.plan.kept)
+    known = dict(optimizer._ampopt.runner.plan.reusable_rows)
     replace_state(params, optimizer)
     stepped(optimizer, params)
-    kept = optimizer._ampopt.runner.plan.kept
+    kept = optimizer._ampopt.runner.plan.reusable_rows
     assert [kept[id(p)].row is known[id(p)].row for p in params] == [True, False, True]
 
 
