@@ -229,9 +229,9 @@ class _Batch:
     def store(self, elements: Tensor) -> None:
         """Write ``elements``, in the order of :attr:`average`, into the averages."""
         parts = elements.split([average.numel() for average in self._averages])
-        shaped = [part.view(a.shape) for part, a in zip(parts, self._averages, strict=True)]
+        views = [part.view(a.shape) for part, a in zip(parts, self._averages, strict=True)]
         copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(self._averages, shaped)
+        copy(self._averages, views)
 
 
 def _joined_elements(tensors: list[Tensor]) -> Tensor:
@@ -277,8 +277,8 @@ class _LastSteps:
         flags = [flag for flag in self._flags.values() if flag is not None]
         if not flags or len(flags) < len(self._flags):  # at least one surely was not
             return torch.zeros((), dtype=torch.bool, device=device)
-        skipped = [to_device(flag.reshape(()), device) > 0 for flag in flags]
-        return skipped[0] if len(skipped) == 1 else torch.stack(skipped).all()
+        skips = [to_device(flag.reshape(()), device) > 0 for flag in flags]
+        return skips[0] if len(skips) == 1 else torch.stack(skips).all()
 
     def __deepcopy__(self, memo: Any) -> "_LastSteps":
         """Return ``self``: a copy of the average uses the flags of the same optimizers."""

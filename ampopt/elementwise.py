@@ -380,8 +380,8 @@ class ElementwiseOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         states = state_dict["state"]
-        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, key in zip(group["params"], packed["params"], strict=True):
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved_group["params"], strict=True):
                 if states.get(key, {}).keys() != {MASTER}:
                     continue
                 if not self.rule.all_state_for(self.rule.flag_values(group, kind_of(group, param))):

@@ -70,6 +70,6 @@ def _params_by_key(
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     return {
         key: param
-        for group, packed in groups
-        for param, key in zip(group["params"], packed["params"], strict=True)
+        for group, saved_group in groups
+        for param, key in zip(group["params"], saved_group["params"], strict=True)
     }

@@ -160,7 +160,7 @@ class OrdinaryStep(StepStrategy):
 
     def snapshot(self) -> Snapshot:
         """See :class:`StepStrategy`."""
-        return Snapshot(self.optimizer, shared=self._never_written)
+        return Snapshot(self.optimizer, shared_keys=self._never_written)
 
     @property
     def decision_of_step(self) -> Decision | None:

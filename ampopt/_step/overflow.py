@@ -262,11 +262,11 @@ class SkipCauses:
             elif loss is not None:
                 loss = to_device(loss.detach().reshape(()), device, widest(device))
             checks += cause.checks(partials.squares, loss, device)
-        stored = [check.statistics for check in checks]
+        old_statistics = [check.statistics for check in checks]
         together = self._together(checks, device)
         result = backend_for(device).find_cause(partials, flag, together)
         if together.statistics is not None and len(checks) > 1:
-            pairs = zip(stored, together.statistics.unbind(), strict=True)
+            pairs = zip(old_statistics, together.statistics.unbind(), strict=True)
             rows = [(old, new) for old, new in pairs if old is not None]
             copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
             copy([old for old, _ in rows], [new for _, new in rows])

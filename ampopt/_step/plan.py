@@ -150,7 +150,7 @@ class Plan:
         """
         if rule is not self._rule or not self._group_guard.has_kept(optimizer.param_groups):
             return {}
-        unchanged_ids = self._tensor_guard.unchanged(optimizer)
+        unchanged_ids = self._tensor_guard.unchanged_ids(optimizer)
         return {key: row for key, row in self.reusable_rows.items() if key in unchanged_ids}
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
@@ -414,7 +414,7 @@ class TensorGuard:
 
     # --- what the next plan may use ---------------------------------------------------------------
 
-    def unchanged(self, optimizer: Any) -> set[int]:
+    def unchanged_ids(self, optimizer: Any) -> set[int]:
         """The ``id`` of each parameter of the plan that is as it was, with all of its states."""
         tensors = self._tensors
         if self._dtensors:

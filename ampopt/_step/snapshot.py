@@ -21,13 +21,15 @@ class Snapshot:
     that was created since is dropped. State may be nested containers of tensors.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, shared: frozenset[str] = frozenset()):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, shared_keys: frozenset[str] = frozenset()
+    ):
         """Copy everything that ``step`` may change.
 
         Args:
             optimizer: the optimizer.
-            shared: keys of the state whose tensors ``step`` replaces but never writes to. They are
-                kept without a copy.
+            shared_keys: keys of the state whose tensors ``step`` replaces but never writes to. They
+                are kept without a copy.
         """
         self._optimizer = optimizer
         self._params = [
@@ -38,7 +40,9 @@ class Snapshot:
             {k: _save(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
-        self._state = [(key, _save_state(state, shared)) for key, state in optimizer.state.items()]
+        self._state = [
+            (key, _save_state(state, shared_keys)) for key, state in optimizer.state.items()
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -77,11 +81,11 @@ def _save(tree: Any, *, share: bool = False) -> Any:
     return pytree.tree_map(lambda leaf: _SavedLeaf(leaf, share=share), tree)
 
 
-def _save_state(state: Any, shared: frozenset[str]) -> Any:
-    """The state of one parameter, saved: the tensors of the keys ``shared`` without a copy."""
+def _save_state(state: Any, shared_keys: frozenset[str]) -> Any:
+    """The state of one parameter, saved: the tensors of ``shared_keys`` without a copy."""
     if not isinstance(state, dict):  # some optimizers store numbers in ``state``, by name
         return _save(state)
-    return {k: _save(v, share=k in shared) for k, v in state.items()}
+    return {k: _save(v, share=k in shared_keys) for k, v in state.items()}
 
 
 def _restore(tree: Any) -> Any:

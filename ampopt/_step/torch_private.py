@@ -51,7 +51,7 @@ __all__ = [
     "adjusted_lr",
     "check_for_fused",
     "constant_to_dynamo",
-    "flattened",
+    "flatten",
     "function_modes",
     "functional_bodies",
     "global_post_hooks",
@@ -62,7 +62,7 @@ __all__ = [
     "is_profiled",
     "is_wrapped_by_scheduler",
     "mark_as_called",
-    "orthogonalized",
+    "orthogonalize",
     "put_step_hooks",
     "pytree",
     "root_of",
@@ -127,7 +127,7 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
-orthogonalized: Any = _muon._zeropower_via_newtonschulz
+orthogonalize: Any = _muon._zeropower_via_newtonschulz
 adjusted_lr: Any = _muon._adjust_lr
 """How ``torch.optim.Muon`` orthogonalizes a matrix and adjusts its learning rate. ampopt applies
 both to whole matrices if they are ``DTensor``s. Gone: have ``Muon`` take torch's step there, with
@@ -274,7 +274,7 @@ def root_of(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def flattened(mesh: Any) -> Any:
+def flatten(mesh: Any) -> Any:
     """``mesh`` with one dimension, so that one process group has all its ranks.
 
     Gone: one all-reduce after another, by ``get_all_groups``, as for a mesh without names.

@@ -11,7 +11,7 @@ from ampopt._step.rank_sums import SameGradients
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.meshes import group_of
 from ampopt._step.sharding.whole_matrices import WholeMatrices
-from ampopt._step.torch_private import adjusted_lr, orthogonalized
+from ampopt._step.torch_private import adjusted_lr, orthogonalize
 
 __all__ = ["step_whole_matrices"]
 
@@ -49,7 +49,7 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
     for param, update in whole.items():
         group = groups[param]
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        whole[param] = orthogonalized(update, *how)
+        whole[param] = orthogonalize(update, *how)
     if matrices.params:
         owned = {number: whole[matrices.params[number]] for number in matrices.owned_matrices}
         parts = matrices.scatter(owned, updates[matrices.params[0]])

@@ -169,7 +169,7 @@ def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]
     }
 
 
-def merged(ranks: Sequence[RankStatistics]) -> RankStatistics:
+def merge(ranks: Sequence[RankStatistics]) -> RankStatistics:
     """The statistics of all ranks as one.
 
     A step in which several shards, or copies, of a parameter overflowed is counted once. Squared

@@ -17,7 +17,7 @@ from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import RankStatistics, Reading, as_dict, merged, statistics_on_host
+from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge, statistics_on_host
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
@@ -223,7 +223,7 @@ class Watch:
         agreement = self.optimizer._ampopt.agreement()
         if agreement is None:
             return self.read()
-        return as_dict(merged(agreement.gather_objects(self._snapshot())), alone=True)
+        return as_dict(merge(agreement.gather_objects(self._snapshot())), alone=True)
 
     def report(self) -> str:
         """A report in sentences: what happened, and what to do about it. Synchronizes."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ampopt._step.torch_private import flattened, root_of
+from ampopt._step.torch_private import flatten, root_of
 
 __all__ = ["covering", "group_of", "groups_of", "ranks_of"]
 
@@ -42,7 +42,7 @@ def groups_of(mesh: Any) -> list[Any]:
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     if mesh.mesh_dim_names:
-        return [flattened(mesh).get_group()]
+        return [flatten(mesh).get_group()]
     return mesh.get_all_groups()
 
 

@@ -11,7 +11,7 @@ from support.local_ranks import mesh_of
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.watching.reading import RankStatistics, merged
+from ampopt.watching.reading import RankStatistics, merge
 from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
@@ -157,7 +157,7 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
         told.append(
             RankStatistics(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, [])
         )
-    row, steps = merged(told).parameters["weight"], set().union(*parts)
+    row, steps = merge(told).parameters["weight"], set().union(*parts)
     assert max(row[COUNTS:]) == max(steps, default=0)
     most = max(map(len, parts))
     if most <= COLUMNS - COUNTS or len(parts) == 1:
