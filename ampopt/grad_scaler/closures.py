@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["evaluation", "refused", "split"]
+__all__ = ["evaluation", "refusal", "split"]
 
 
 def split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
@@ -42,7 +42,7 @@ def evaluation(scaler: Any, closure: Callable[..., Any]) -> Callable[[Any], Any]
     return evaluate
 
 
-def refused(optimizer: Any, controlled: bool) -> Exception:
+def refusal(optimizer: Any, controlled: bool) -> Exception:
     """Make the error that says why ``optimizer`` cannot run a closure, and what to do.
 
     Args:

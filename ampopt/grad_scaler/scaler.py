@@ -14,7 +14,7 @@ from ampopt._step.ranks import UnpicklableGroup, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import scheduled
-from ampopt.grad_scaler.closures import evaluation, refused, split
+from ampopt.grad_scaler.closures import evaluation, refusal, split
 from ampopt.grad_scaler.other_optimizers import Record
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
@@ -117,7 +117,7 @@ class GradScaler(scheduled.ScheduledScaler):
         super().__init__(device, enabled=enabled)
         self.process_group = process_group
         self._records: list[Record] = []
-        self._stepped: list[Record] = []
+        self._stepped_records: list[Record] = []
         self._replicas: dict[torch.device, LossScale] = {}
         self._replaying: LossScale | None = None
         self._has_scaled = False
@@ -249,7 +249,7 @@ class GradScaler(scheduled.ScheduledScaler):
                 "every optimizer has stepped"
             )
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
-            raise refused(optimizer, controlled)
+            raise refusal(optimizer, controlled)
         if record.stage is OptState.READY:
             if not own and _has_control_points(optimizer):
                 # A wrapper that forwards missing attributes: its own step must be called.
@@ -266,16 +266,16 @@ class GradScaler(scheduled.ScheduledScaler):
                 result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
             record.set_result(result.found_inf, result.scale)
             record.wrote = True
-            returned = result.loss
+            return_value = result.loss
         elif others.wants_scaler(optimizer):
             others.warn_of_scaler()
-            returned = optimizer.step(*args, **kwargs, grad_scaler=self)
+            return_value = optimizer.step(*args, **kwargs, grad_scaler=self)
         else:
-            returned = others.step(record, optimizer, *args, **kwargs)
+            return_value = others.step(record, optimizer, *args, **kwargs)
         record.stage = OptState.STEPPED
         if self._scale is None:
             self._adopt(self._loss_scale)  # a step with a closure has moved the scale to a device
-        return returned
+        return return_value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:  # type: ignore[override]
         """End the iteration and update the scale.
@@ -309,11 +309,12 @@ class GradScaler(scheduled.ScheduledScaler):
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
                 if scale._policy != self._loss_scale._policy:
                     # set_growth_factor() or a similar call has changed the scale since the step
-                    scale = scheduled.changed(scale, **self._loss_scale._settings())
+                    scale = scheduled.with_settings(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.pending = None
-        self._stepped = self._last_steps()  # if this iteration had no steps, those of the last
+        # If this iteration had no steps, those of the last.
+        self._stepped_records = self._last_steps()
         self._records = []
         self._replicas = {}
         self._adopt(scale)
@@ -401,7 +402,7 @@ class GradScaler(scheduled.ScheduledScaler):
             raise RuntimeError(
                 "a GradScaler can be copied or pickled between iterations only: call update() first"
             )
-        state = {**self.__dict__, "_stepped": [], "_replicas": {}}
+        state = {**self.__dict__, "_stepped_records": [], "_replicas": {}}
         if self.process_group is not None:
             state["process_group"] = UnpicklableGroup(self.process_group)
         return state
@@ -417,7 +418,7 @@ class GradScaler(scheduled.ScheduledScaler):
 
     def _last_steps(self) -> list[Record]:
         """The records of the steps of this iteration; before its first step, of the last one."""
-        return [r for r in self._records if r.stage is OptState.STEPPED] or self._stepped
+        return [r for r in self._records if r.stage is OptState.STEPPED] or self._stepped_records
 
     def _record(self, optimizer: Any, call: str, scaled: bool = True) -> Record:
         """The record of ``optimizer`` or of the optimizer that it wraps, made if there is none.
@@ -465,9 +466,9 @@ class GradScaler(scheduled.ScheduledScaler):
         others = [other for other in self._records if other is not record and other.wrote]
         if not others:
             return
-        taken = {id(p) for other in others for group in other.groups for p in group["params"]}
+        other_ids = {id(p) for other in others for group in other.groups for p in group["params"]}
         for _, param in gradients.present(record.groups):
-            if id(param) in taken:
+            if id(param) in other_ids:
                 self._records.remove(record)
                 raise RuntimeError(
                     f"{gradients.name_of(record.groups, param)} of this {type(optimizer).__name__} "
@@ -500,11 +501,11 @@ def _pending(optimizer: Any) -> Any:
 def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:
     """Call ``step_after_unscale``; for master weights, copy their gradients to ``p.grad`` after."""
     is_ours = isinstance(optimizer, Optimizer)
-    grads, unscaled = optimizer._ampopt.masters.unscaled_gradients() if is_ours else ([], [])
+    grads, unscaled_grads = optimizer._ampopt.masters.unscaled_gradients() if is_ours else ([], [])
     result = optimizer.step_after_unscale(**keywords)
     if grads:
         with torch.no_grad():
-            torch._foreach_copy_(grads, unscaled)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(grads, unscaled_grads)  # pyright: ignore[reportPrivateImportUsage]
     return result
 
 

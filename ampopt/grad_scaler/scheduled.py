@@ -13,7 +13,7 @@ from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt_kernels.devices import to_device
 
-__all__ = ["ScheduledScaler", "at", "changed", "on"]
+__all__ = ["ScheduledScaler", "at", "on", "with_settings"]
 
 
 class ScheduledScaler(torch.amp.GradScaler):
@@ -85,9 +85,9 @@ class ScheduledScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled "
                 "instance of GradScaler. To keep the scale of this instance, do not load that state"
             )
-        loaded = copy.copy(self._loss_scale)
-        loaded.load_state_dict(state_dict)
-        self._adopt(loaded)
+        loss_scale = copy.copy(self._loss_scale)
+        loss_scale.load_state_dict(state_dict)
+        self._adopt(loss_scale)
 
     def _adopt(self, scale: LossScale) -> None:
         """Use ``scale`` from now on, also as the ``_scale`` that frameworks read."""
@@ -98,7 +98,7 @@ class ScheduledScaler(torch.amp.GradScaler):
     def _change(self, **settings: Any) -> None:
         """Change settings of the scale, such as ``growth_factor``; nothing if disabled."""
         if self._enabled:
-            self._adopt(changed(self._loss_scale, **settings))
+            self._adopt(with_settings(self._loss_scale, **settings))
 
     def _setting(self, name: str) -> Any:
         """The setting ``name`` of the scale.
@@ -118,11 +118,11 @@ def on(device: torch.device, scale: LossScale) -> LossScale:
     """A copy of ``scale`` on ``device``; ``scale`` itself if it is there. Does not synchronize."""
     if scale.device == device:
         return scale
-    moved, counters = copy.copy(scale), scale._counters
+    new, counters = copy.copy(scale), scale._counters
     if counters is not None:
         counters = to_device(counters, device)
-    moved._set(to_device(scale.value, device), counters, placed=True)
-    return moved
+    new._set(to_device(scale.value, device), counters, placed=True)
+    return new
 
 
 def at(scale: LossScale, value: Any) -> LossScale:
@@ -160,7 +160,7 @@ def at(scale: LossScale, value: Any) -> LossScale:
     return scale._with(new, scale._counters)
 
 
-def changed(scale: LossScale, **settings: Any) -> LossScale:
+def with_settings(scale: LossScale, **settings: Any) -> LossScale:
     """A copy of ``scale`` with other settings, such as ``growth_factor``. Does not synchronize.
 
     Raises:

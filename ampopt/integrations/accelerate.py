@@ -71,8 +71,8 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         scaler = GradScaler(accelerator.device.type, loss_scale=fixed)
 
     def unscale_gradients(optimizer: Any = None) -> None:
-        chosen = accelerator._optimizers if optimizer is None else optimizer
-        for each in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+        optimizers = accelerator._optimizers if optimizer is None else optimizer
+        for each in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             scaler.unscale_(unwrapped(each))
 
     accelerator.scaler = scaler

@@ -124,26 +124,26 @@ class StepMonitor(Callback):
     def __init__(self) -> None:
         """Start without records; ``on_fit_start`` makes one for each optimizer."""
         self._records: list[StepRecord] = []
-        self._loaded: list[dict[str, Any]] = []
-        self._ended: dict[str, Any] = {"records": []}
+        self._loaded_states: list[dict[str, Any]] = []
+        self._final_state: dict[str, Any] = {"records": []}
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of each optimizer, for a checkpoint. Synchronizes."""
         if not self._records:
-            return self._ended
+            return self._final_state
         return {"records": [record.state_dict() for record in self._records]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have ``on_fit_start`` continue these counts."""
-        self._loaded = state_dict["records"]
+        self._loaded_states = state_dict["records"]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start counting the steps of the trainer's optimizers."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._records = [StepRecord(optimizer, scaler) for optimizer in trainer.optimizers]
-        for record, saved in zip(self._records, self._loaded, strict=False):
-            record.load_state_dict(saved)
-        self._loaded = []
+        for record, state in zip(self._records, self._loaded_states, strict=False):
+            record.load_state_dict(state)
+        self._loaded_states = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log the current numbers."""
@@ -158,7 +158,7 @@ class StepMonitor(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop counting. A checkpoint that is saved afterwards has the counts, too."""
-        self._ended = self.state_dict()
+        self._final_state = self.state_dict()
         for record in self._records:
             record.remove()
         self._records = []

@@ -40,7 +40,7 @@ class StepRecord:
         self._steps = 0
         self._skips: Tensor | None = None
         self._last: dict[str, Tensor] = {}
-        self._watched: dict[str, float] = {}  # the numbers of a watch
+        self._watch_numbers: dict[str, float] = {}
         self._hooks = [optimizer.register_step_post_hook(self._note)]
         self._watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
         if self._watch is not None:
@@ -57,13 +57,13 @@ class StepRecord:
             attempt. With a watch there is also ``skips_in_a_row``; ``scale`` is then that of the
             step, and ``norm`` is present without clipping, too.
         """
-        found: dict[str, float | Tensor] = {"steps": float(self._steps), **self._last}
+        numbers: dict[str, float | Tensor] = {"steps": float(self._steps), **self._last}
         if self._skips is not None:
-            found["skips"] = self._skips
+            numbers["skips"] = self._skips
         scale = _scale_of(self._scaler)
         if scale is not None:
-            found["scale"] = scale
-        return {**found, **self._watched}
+            numbers["scale"] = scale
+        return {**numbers, **self._watch_numbers}
 
     def read(self) -> dict[str, float]:
         """Return :meth:`numbers` as Python numbers, sorted by name. Synchronizes."""
@@ -116,8 +116,8 @@ class StepRecord:
 
     def _store(self, numbers: dict[str, Any]) -> None:
         """Store the numbers that a watch logs for a step."""
-        self._watched = {name: float(number) for name, number in numbers.items()}
-        self._watched["steps"] = self._watched.pop("step")
+        self._watch_numbers = {name: float(number) for name, number in numbers.items()}
+        self._watch_numbers["steps"] = self._watch_numbers.pop("step")
 
 
 def _scale_of(scaler: Any) -> Tensor | None:

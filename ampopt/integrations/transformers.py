@@ -108,9 +108,9 @@ class StepMonitor(TrainerCallback, ExportableState):  # pyright: ignore[reportGe
             # A checkpoint from before this callback has no entry, which the Trainer needs to save.
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
             entry = entry[0] if isinstance(entry, list) else entry
-            saved = entry["attributes"]["saved"]
-            if saved is not None:
-                self._record.load_state_dict(json.loads(saved))
+            record_json = entry["attributes"]["saved"]
+            if record_json is not None:
+                self._record.load_state_dict(json.loads(record_json))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the current numbers to the log."""

@@ -346,9 +346,13 @@ def next_scale_of(scale: AnyScale | None, decision: Decision | None) -> Any:
         return None
     if decision is None:
         return scale._unstepped()
-    decided: Any = decision  # has the next scale and counters if the scale has a policy
-    next_scale = scale._with(decided.scale, decided.counters)
-    seen = decision.coefficients  # no tensor if the host has read it, and so the scale, too
-    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(next_scale, LossScale):
+    policy_decision: Any = decision  # has the next scale and counters if the scale has a policy
+    next_scale = scale._with(policy_decision.scale, policy_decision.counters)
+    coefficients = decision.coefficients  # no tensor if the host has read it, and so the scale, too
+    if (
+        not isinstance(coefficients, Tensor)
+        and coefficients.skip > 0
+        and isinstance(next_scale, LossScale)
+    ):
         next_scale._warn_if_collapsed()
     return next_scale

@@ -217,7 +217,7 @@ class LossScale(AnyScale):
         Raises:
             ValueError: the scale is on another device already.
         """
-        device = _resolved(device)
+        device = _with_index(device)
         if not self._placed:
             self._value = to_device(self._value, device)
             if self._counters is not None:
@@ -258,8 +258,8 @@ class LossScale(AnyScale):
 
     def __repr__(self) -> str:
         """The settings, and the number if reading it does not synchronize."""
-        known = self._known
-        value = f"<on {self._value.device}>" if known is None else repr(known)
+        number = self._host_number
+        value = f"<on {self._value.device}>" if number is None else repr(number)
         settings = {**self._rules(), "device": None if self.device is None else str(self.device)}
         others = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         return f"{type(self).__name__}(value={value}, {others})"
@@ -271,11 +271,11 @@ class LossScale(AnyScale):
         """
         if not spec:
             return str(self)
-        known = self._known
-        return f"<on {self._value.device}>" if known is None else format(known, spec)
+        number = self._host_number
+        return f"<on {self._value.device}>" if number is None else format(number, spec)
 
     @property
-    def _known(self) -> float | None:
+    def _host_number(self) -> float | None:
         """The number, or ``None`` if reading it would synchronize."""
         return self._value.item() if host_may_read(self._value) else None
 
@@ -344,7 +344,7 @@ def host_may_read(*values: Any) -> bool:
     )
 
 
-def _resolved(device: Device) -> torch.device:
+def _with_index(device: Device) -> torch.device:
     """``device`` with its index, as ``tensor.device`` has it."""
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):

@@ -31,14 +31,14 @@ class Collapse:
 
     def __init__(self) -> None:
         """Start without a warning issued."""
-        self._said = False
+        self._has_warned = False
 
     def say_once(self, value: float, start: float, floor: float) -> None:
         """Warn if ``value`` is at ``floor``, or too small for float16, and less than ``start``."""
         at_floor = value <= floor
-        if self._said or value >= start or not (at_floor or value < _SMALLEST):
+        if self._has_warned or value >= start or not (at_floor or value < _SMALLEST):
             return
-        self._said = True
+        self._has_warned = True
         where = f", its floor (min_scale={floor:g})" if at_floor else ""
         warnings.warn(
             f"the loss scale has fallen from {start:g} to {value:g}{where}: one step after another "
@@ -205,9 +205,9 @@ class DynamicLossScale(LossScale):
         if host_may_read(self._value, flag):
             # Reading a CPU tensor costs nothing, and Python numbers are several times faster here
             # than 0-d tensors.
-            found = flag.item() if isinstance(flag, Tensor) else flag
+            flag_value = flag.item() if isinstance(flag, Tensor) else flag
             new = _advance(
-                self._value.item(), *self._counters.tolist(), found, self._schedule.policy
+                self._value.item(), *self._counters.tolist(), flag_value, self._schedule.policy
             )
             return self._with(*self._tensors(*new))
         device, dtype = self._value.device, widest(self._value.device)

@@ -66,9 +66,9 @@ class Schedule:
                 f"{type(self.hysteresis_mode).__name__}"
             )
         if self.hysteresis_mode not in HYSTERESIS_MODES:
-            known = ", ".join(map(repr, HYSTERESIS_MODES))
+            modes = ", ".join(map(repr, HYSTERESIS_MODES))
             raise ValueError(
-                f"hysteresis_mode must be one of {known}, got {self.hysteresis_mode!r}"
+                f"hysteresis_mode must be one of {modes}, got {self.hysteresis_mode!r}"
             )
 
         init = check_scale_number(self.init_scale, "init_scale")
@@ -86,7 +86,7 @@ class Schedule:
                 "min_scale <= init_scale <= max_scale must hold, got "
                 f"min_scale={low!r}, init_scale={init!r}, max_scale={high!r}"
             )
-        checked = {
+        values = {
             "init_scale": init,
             "growth_factor": growth,
             "backoff_factor": backoff,
@@ -97,7 +97,7 @@ class Schedule:
             "max_scale": high,
             "growth_offsets": _check_offsets(self.growth_offsets, interval),
         }
-        for name, value in checked.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def settings(self) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
     return first, period
 
 
-def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
+def check_entries(scale: LossScale, state_dict: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     """The entries of ``state_dict`` without ``"type"``.
 
     Args:
         scale: the scale that loads the state.
         state_dict: what ``state_dict()`` of a scale or of a ``GradScaler`` returned.
-        expected: the keys that the state of such a scale has, without ``"type"``.
+        keys: the keys that the state of such a scale has, without ``"type"``.
 
     Raises:
         TypeError: ``state_dict`` is not a mapping.
@@ -166,17 +166,17 @@ def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) 
     if "type" not in state_dict:
         state_dict = entries_of_scaler(state_dict, kind, scale._settings())
     entries = dict(state_dict)
-    saved = entries.pop("type", None)
-    if saved != kind:
+    saved_kind = entries.pop("type", None)
+    if saved_kind != kind:
         raise ValueError(
-            f"this is not the state of a {kind}: its entry 'type' is {saved!r}. Load what "
+            f"this is not the state of a {kind}: its entry 'type' is {saved_kind!r}. Load what "
             f"state_dict() of a {kind} or of a GradScaler returned."
         )
-    missing = [key for key in expected if key not in entries]
-    unknown = [key for key in entries if key not in expected]
+    missing = [key for key in keys if key not in entries]
+    unknown = [key for key in entries if key not in keys]
     if missing or unknown:
         raise ValueError(
-            f"the state of a {kind} has exactly the entries {list(expected)}; missing: {missing}, "
+            f"the state of a {kind} has exactly the entries {list(keys)}; missing: {missing}, "
             f"unknown: {unknown}"
         )
     return entries

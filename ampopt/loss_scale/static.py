@@ -56,7 +56,7 @@ class StaticLossScale(LossScale):
         return self._number
 
     @property
-    def _known(self) -> float:
+    def _host_number(self) -> float:
         """The number, which the host always has."""
         return self._number
 

@@ -79,7 +79,7 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
                 stack.callback(hook.remove)
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import is slow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield search.found
+        yield search.result
 
 
 def is_looking() -> bool:
@@ -95,7 +95,7 @@ def look_again() -> None:
 
 def found_now() -> NonFiniteOutput | None:
     """The result of a search around this call since :func:`look_again`; ``None`` without one."""
-    return next((s.found.first for s in _searches.get() if s.found and not s.restarted), None)
+    return next((s.result.first for s in _searches.get() if s.result and not s.restarted), None)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Search:
 
     def __init__(self) -> None:
         """Start a search that has found nothing."""
-        self.found = FirstNonFinite()
+        self.result = FirstNonFinite()
         self.restarted = False
         self._over = False
         self._last_finite: FiniteOutput | None = None
@@ -158,16 +158,16 @@ class _Search:
 
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: ``module`` is about to run."""
-        given, around = (args, kwargs), self._calls[-1] if self._calls else None
-        self._watch_nodes(given, around)
+        arguments, around = (args, kwargs), self._calls[-1] if self._calls else None
+        self._watch_nodes(arguments, around)
         # Check the inputs now, because a module that works in place overwrites them.
-        inputs = [tensor for tensor in _tensors(given) if not _is_mask(tensor)]
+        inputs = [tensor for tensor in _tensors(arguments) if not _is_mask(tensor)]
         self._calls.append(_ModuleCall(name, module, self._first_bad(inputs), around))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """A forward hook: ``module`` has run, or raised an error."""
         call = self._calls.pop()
-        self.found.calls += 1
+        self.result.calls += 1
         self._watch_nodes(output, call)
         if not self._looking:
             return
@@ -203,21 +203,23 @@ class _Search:
                 node.register_hook(functools.partial(self._backward, call, node.name()))
             nodes += [further for further, _ in node.next_functions]
 
-    def _backward(self, call: _ModuleCall, operation: str, made: Any, given: Any) -> None:
+    def _backward(
+        self, call: _ModuleCall, operation: str, grad_inputs: Any, grad_outputs: Any
+    ) -> None:
         """A hook of an autograd node that ``call`` made: the node has run."""
-        bad = None if self._over else self._first_bad(made)
+        bad = None if self._over else self._first_bad(grad_inputs)
         if bad is not None:
-            given_finite = _first_not_finite(given) is None
+            given_finite = _first_not_finite(grad_outputs) is None
             self._note(call, bad, "backward", given_finite=given_finite, operation=operation)
 
     @property
     def _looking(self) -> bool:
         """Whether nothing was found yet, or the batch runs again."""
-        return self.restarted or not self.found
+        return self.restarted or not self.result
 
-    def _first_bad(self, made: Any) -> _Bad | None:
-        """The first tensor in ``made`` that is not finite, while the search still looks for one."""
-        return _first_not_finite(made) if self._looking else None
+    def _first_bad(self, structure: Any) -> _Bad | None:
+        """The first tensor in ``structure`` that is not finite, while the search goes on."""
+        return _first_not_finite(structure) if self._looking else None
 
     def _note(
         self,
@@ -235,7 +237,7 @@ class _Search:
         """
         self.restarted = False
         forward = direction == "forward"
-        self.found.first = NonFiniteOutput(
+        self.result.first = NonFiniteOutput(
             name=call.name,
             kind=type(call.module).__name__,
             direction=direction,
@@ -294,8 +296,8 @@ def _is_mask(tensor: Tensor) -> bool:
 
 def _finite_output(call: _ModuleCall, output: Any) -> FiniteOutput | None:
     """The output of ``call``, which is finite; ``None`` if it has no floating-point elements."""
-    found = [(_largest(_values(tensor)), tensor.dtype) for tensor in _tensors(output)]
-    sizes = [(largest, dtype) for largest, dtype in found if largest is not None]
+    candidates = [(_largest(_values(tensor)), tensor.dtype) for tensor in _tensors(output)]
+    sizes = [(largest, dtype) for largest, dtype in candidates if largest is not None]
     if not sizes:
         return None
     largest, dtype = max(sizes, key=lambda size: size[0])

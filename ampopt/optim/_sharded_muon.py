@@ -35,24 +35,24 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
     """
     params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     with_grads = [(group, p) for group, p in params if p.grad is not None]
-    sharded = _ShardedMatrices.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
-    if sharded is None or any(p.is_complex() or p.grad.is_sparse for _, p in with_grads):
+    shards = _ShardedMatrices.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
+    if shards is None or any(p.is_complex() or p.grad.is_sparse for _, p in with_grads):
         return False
     device = params[0][1].device
-    matrices = sharded.matrices([p for _, p in with_grads if dtensor.is_dtensor(p)], device)
+    matrices = shards.matrices([p for _, p in with_grads if dtensor.is_dtensor(p)], device)
     updates = {p: _update(optimizer, group, p, make_state) for group, p in with_grads}
     groups = {p: group for group, p in with_grads}
     whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_dtensor(p)}
     if matrices.params:
-        gathered = matrices.gather([updates[p] for p in matrices.params])
-        whole |= {matrices.params[number]: update for number, update in gathered.items()}
+        gathered_updates = matrices.gather([updates[p] for p in matrices.params])
+        whole |= {matrices.params[number]: update for number, update in gathered_updates.items()}
     for param, update in whole.items():
         group = groups[param]
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
         whole[param] = orthogonalize(update, *how)
     if matrices.params:
-        owned = {number: whole[matrices.params[number]] for number in matrices.owned_matrices}
-        parts = matrices.scatter(owned, updates[matrices.params[0]])
+        own_updates = {number: whole[matrices.params[number]] for number in matrices.owned_matrices}
+        parts = matrices.scatter(own_updates, updates[matrices.params[0]])
         whole |= dict(zip(matrices.params, parts, strict=True))
     for group, param in with_grads:
         lr, p = group["lr"], dtensor.local(param.detach())
@@ -114,10 +114,10 @@ class _ShardedMatrices:
                 :meth:`SameGradients.check`.
         """
         if torch.distributed.get_world_size(self._group) > 1:
-            said, keys = torch.zeros(self._same.size, device=device), list(map(id, present))
-            self._same.write_counts(said, keys)
-            torch.distributed.all_reduce(said, group=self._group)
-            self._same.check(said, keys)
+            counts, keys = torch.zeros(self._same.size, device=device), list(map(id, present))
+            self._same.write_counts(counts, keys)
+            torch.distributed.all_reduce(counts, group=self._group)
+            self._same.check(counts, keys)
         if not _are_same(self._matrices.params, present):
             self._matrices = WholeMatrices(present, self._group)
         return self._matrices

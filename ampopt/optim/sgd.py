@@ -95,8 +95,8 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
             if _STEPPED in states.get(key, {}):
                 states[key] = state = states[key].copy()
-                stepped = state.pop(_STEPPED)
-                if not (stepped.is_meta or stepped > 0):
+                has_stepped = state.pop(_STEPPED)
+                if not (has_stepped.is_meta or has_stepped > 0):
                     for name in (_BUFFER, codes_key(_BUFFER), scale_key(_BUFFER)):
                         state.pop(name, None)
                 if not state:

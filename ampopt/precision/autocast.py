@@ -88,17 +88,17 @@ class autocast:
         low = dict.fromkeys(_spellings(allow), True) | dict.fromkeys(_spellings(deny), False)
         self._torchs = (device_type, dtype, enabled, cache_enabled)
         self._lists = _Lists(device_type, low) if low else contextlib.nullcontext()
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
+        self._contexts: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> "autocast":
         """Turn autocast and the lists on."""
-        self._entered.append(self._context())
-        self._entered[-1].__enter__()
+        self._contexts.append(self._context())
+        self._contexts[-1].__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         """Turn the lists off, and restore the autocast state from before."""
-        self._entered.pop().__exit__(*exc)
+        self._contexts.pop().__exit__(*exc)
 
     @staticmethod
     def context_fn() -> tuple[Any, Any]:
@@ -180,7 +180,7 @@ def _spellings(names: Collection[str]) -> list[str]:
 
 
 @functools.cache  # for a context that is made anew in each training step
-def _known() -> set[str]:
+def _operator_names() -> set[str]:
     """The names of all functions of torch that ``__torch_function__`` can intercept."""
     return {f.__name__ for fs in get_overridable_functions().values() for f in fs}
 
@@ -197,7 +197,7 @@ def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
                 f"{name!r} writes to its arguments, so they cannot be cast: choose the dtype of "
                 "the module with ampopt.cast(keep=...) or ampopt.run_in"
             )
-        if name not in _known():
-            near = difflib.get_close_matches(name, sorted(_known()), n=5)
+        if name not in _operator_names():
+            near = difflib.get_close_matches(name, sorted(_operator_names()), n=5)
             hint = f"did you mean one of {near}?" if near else "write it as torch.<name>"
             raise ValueError(f"no operator of torch is called {name!r}: {hint}")

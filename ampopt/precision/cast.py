@@ -61,9 +61,9 @@ def cast(
             initialized, or tied to one that stays in float32. Nothing has changed then.
     """
     check_dtypes(dtype=dtype, outputs=dtype if outputs is None else outputs)
-    kept, wanted = _plan(model, dtype, keep)
+    kept_modules, dtypes = _plan(model, dtype, keep)
     _take_off_hooks(model)
-    for tensor, target in wanted.items():
+    for tensor, target in dtypes.items():
         tensor.data = tensor.data.to(target)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(target)
@@ -74,10 +74,10 @@ def cast(
     if dtype != torch.float32:
         own = {module: _dtype_of(module) for module in model.modules() if module not in within}
         hooks = {module: (inputs, None) for module, inputs in own.items() if inputs is not None}
-        hooks.update(dict.fromkeys(kept - within, (torch.float32, dtype)))
-    hooks[model] = (torch.float32, outputs or dtype) if model in kept else (dtype, outputs)
-    for module, (inputs, returned) in hooks.items():
-        _put_on_hooks(module, inputs, returned)
+        hooks.update(dict.fromkeys(kept_modules - within, (torch.float32, dtype)))
+    hooks[model] = (torch.float32, outputs or dtype) if model in kept_modules else (dtype, outputs)
+    for module, (inputs, output_dtype) in hooks.items():
+        _put_on_hooks(module, inputs, output_dtype)
     return model
 
 
@@ -138,8 +138,8 @@ def _runs_in_own(module: nn.Module) -> bool:
 def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Path, module and tensor of each parameter and buffer, except in the modules ``but``."""
     for prefix, module in model.named_modules(but, remove_duplicate=False):
-        for named in (module.named_parameters, module.named_buffers):
-            for path, tensor in named(prefix, recurse=False, remove_duplicate=False):
+        for named_tensors in (module.named_parameters, module.named_buffers):
+            for path, tensor in named_tensors(prefix, recurse=False, remove_duplicate=False):
                 yield path, module, tensor
 
 
@@ -222,33 +222,35 @@ def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], di
                 f"{name or type(module).__name__} cannot be cast: it is quantized; cast the model "
                 "before it is quantized"
             )
-    kept = _matching(model, keep)
-    inside = {inner for outer in kept for inner in outer.modules()}
-    wanted: dict[Tensor, torch.dtype] = {}
+    kept_modules = _matching(model, keep)
+    inside = {inner for outer in kept_modules for inner in outer.modules()}
+    dtypes: dict[Tensor, torch.dtype] = {}
     for path, module, tensor in _tensors(model):
         if is_lazy(tensor) or tensor.is_quantized or tensor.layout != torch.strided:
             what = "not initialized" if is_lazy(tensor) else f"{tensor.layout}, {tensor.dtype}"
             raise ValueError(f"{path} cannot be cast: it is {what}")
         target = torch.float32 if module in inside else dtype
-        if tensor.is_floating_point() and wanted.setdefault(tensor, target) != target:
+        if tensor.is_floating_point() and dtypes.setdefault(tensor, target) != target:
             raise ValueError(
                 f"{path} is tied to a tensor that gets another dtype: keep both, or neither"
             )
-    return kept, wanted
+    return kept_modules, dtypes
 
 
 def _matching(model: nn.Module, keep: Collection[Any]) -> set[nn.Module]:
     """The modules that match ``keep``, without modules inside of others that match."""
-    named = dict(model.named_modules(remove_duplicate=False))
-    kept: set[nn.Module] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kept_modules: set[nn.Module] = set()
     for one in as_tuple("keep", keep):
         if isinstance(one, type):
-            matches = {module for module in named.values() if isinstance(module, one)}
+            matches = {module for module in modules.values() if isinstance(module, one)}
         elif isinstance(one, str):
-            matches = {module for name, module in named.items() if fnmatch.fnmatchcase(name, one)}
+            matches = {module for name, module in modules.items() if fnmatch.fnmatchcase(name, one)}
         else:
-            matches = {one} & set(named.values())
+            matches = {one} & set(modules.values())
         if not matches and not isinstance(one, type):
-            raise ValueError(f"keep: no module matches {one!r}; there are {list(named)[1:]}")
-        kept |= matches
-    return kept - {inner for outer in kept for inner in outer.modules() if inner is not outer}
+            raise ValueError(f"keep: no module matches {one!r}; there are {list(modules)[1:]}")
+        kept_modules |= matches
+    return kept_modules - {
+        inner for outer in kept_modules for inner in outer.modules() if inner is not outer
+    }

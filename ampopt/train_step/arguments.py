@@ -83,11 +83,11 @@ def check_masters(precision: Any, optimizer: Optimizer) -> None:
             f"precision requires master weights, and {name} was made without: {made_with}"
         )
     for option in (STATE_BITS, MASTER_BITS):
-        wanted = getattr(precision, option)
+        bits = getattr(precision, option)
         own = [group.get(option, 32) for group in optimizer.param_groups]
-        if wanted != 32 and wanted not in own:  # some groups may have others
+        if bits != 32 and bits not in own:  # some groups may have others
             raise ValueError(
-                f"precision requires {option}={wanted}, and {name} was made with {max(own)}: "
+                f"precision requires {option}={bits}, and {name} was made with {max(own)}: "
                 + made_with
             )
 
@@ -111,8 +111,8 @@ def as_scale(scale: Any) -> LossScale | None:
 def check_loss(loss: Any) -> None:
     """Refuse a loss that is not a tensor of one element."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"loss_fn must return a tensor of one element, got {got}")
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"loss_fn must return a tensor of one element, got {what}")
 
 
 def parts(batch: Any, n: int) -> Iterator[Any]:
@@ -124,8 +124,8 @@ def parts(batch: Any, n: int) -> Iterator[Any]:
         yield batch
         return
     leaves, structure = pytree.tree_flatten(batch)
-    split = [x.split(len(x) // n) if _has_rows(x) else [x] * n for x in leaves]
-    for part in zip(*split, strict=True):
+    pieces = [x.split(len(x) // n) if _has_rows(x) else [x] * n for x in leaves]
+    for part in zip(*pieces, strict=True):
         yield pytree.tree_unflatten(part, structure)
 
 

@@ -31,7 +31,7 @@ from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.results import StepResult, as_flag
 
-__all__ = ["Body", "Captured", "CudaGraphs", "Graphs", "check_capturable"]
+__all__ = ["Body", "CapturedSteps", "CudaGraphs", "Graphs", "check_capturable"]
 
 Body = Callable[[Any, Any, Callable[[], None]], StepResult]
 """``body(batch, scale, clear) -> result``: clears gradients, evaluates, and steps."""
@@ -108,7 +108,7 @@ class _Capture:
     tensors: list[Tensor]
 
 
-class Captured:
+class CapturedSteps:
     """Runs steps like ``body``, by a CUDA graph as soon as there is one."""
 
     def __init__(self, optimizer: ElementwiseOptimizer, body: Body, graphs: Graphs) -> None:
@@ -122,7 +122,7 @@ class Captured:
         self._optimizer, self._body, self._graphs = optimizer, body, graphs
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._trainable: list[bool] = []
-        self._cleared: list[int] = []  # the version of each gradient after it was zeroed
+        self._zeroed_versions: list[int] = []  # the version of each gradient after it was zeroed
         self._capture: _Capture | None = None
         self._kind: Any = None
         self._warm = 0
@@ -154,15 +154,15 @@ class Captured:
             if kind != self._kind:
                 self._kind, self._warm = kind, 0
             if self._warm < _WARM_STEPS:
-                result = self._uncaptured(batch, scale)
+                result = self._run_without_graph(batch, scale)
                 self._warm += 1
                 return result
-            self._capture = self._captured(leaves, structure, scale)
+            self._capture = self._capture_step(leaves, structure, scale)
         if kind != self._kind:
-            return self._uncaptured(batch, scale)
-        return self._replayed(self._capture, leaves, scale)
+            return self._run_without_graph(batch, scale)
+        return self._replay_step(self._capture, leaves, scale)
 
-    def _uncaptured(self, batch: Any, scale: Any) -> StepResult:
+    def _run_without_graph(self, batch: Any, scale: Any) -> StepResult:
         """Run one step without a graph, and remember which parameters had gradients."""
         clear = self._optimizer.zero_grad if self._capture is None else self._clear
         with self._graphs.aside():
@@ -175,13 +175,13 @@ class Captured:
                 self._refuse_others({p for p, _ in before} ^ {p for p, _ in self._gradients})
         return result
 
-    def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
+    def _capture_step(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
         """Capture the step, with copies of the inputs and of the scale, which replays overwrite."""
         optimizer, plan = self._optimizer, self._optimizer._ampopt.runner.plan
         self._check(plan)
         assert plan is not None
         inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        live = _copied(scale)
+        live = _copy_of(scale)
         self._send_hyper(plan)
         with _without_step_hooks(optimizer), self._graphs.capture() as replay:
             result = self._body(pytree.tree_unflatten(inputs, structure), live, self._clear)
@@ -200,11 +200,11 @@ class Captured:
             tensors=self._hyper_tensors(),
         )
 
-    def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
+    def _replay_step(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
         """Copy the inputs into the graph, replay it, and return copies of its results."""
         optimizer, ours = self._optimizer, self._optimizer._ampopt
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for buffer, leaf in zip(capture.inputs, given, strict=True):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for buffer, leaf in zip(capture.inputs, tensors, strict=True):
             buffer.copy_(leaf, non_blocking=True)
         if scale is not self._latest and scale is not None and scale._counters is not None:
             capture.scale._value.copy_(scale._value)
@@ -214,7 +214,7 @@ class Captured:
         capture.plan.finish()
         # Return copies, because the next replay overwrites the tensors of this one.
         loss, found_inf, _ = capture.result
-        self._latest = _copied(capture.scale)
+        self._latest = _copy_of(capture.scale)
         if capture.norm is not None:
             ours.grad_norm = capture.norm.clone()
         decision = capture.decision
@@ -240,12 +240,12 @@ class Captured:
         if self._gradients:
             zero: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
             zero([grad for _, grad in self._gradients])
-        self._cleared = [version(grad) for _, grad in self._gradients]
+        self._zeroed_versions = [version(grad) for _, grad in self._gradients]
 
     def _unwritten(self) -> set[Tensor]:
         """The parameters whose gradients no backward pass has written since :meth:`_clear`."""
-        pairs = zip(self._gradients, self._cleared, strict=True)
-        return {p for (p, grad), cleared in pairs if p.grad is grad and version(grad) == cleared}
+        pairs = zip(self._gradients, self._zeroed_versions, strict=True)
+        return {p for (p, grad), old in pairs if p.grad is grad and version(grad) == old}
 
     def _params(self) -> list[Any]:
         """All parameters of the optimizer."""
@@ -374,7 +374,7 @@ def _backend(device: torch.device) -> Any:
     return backend
 
 
-def _copied(scale: Any) -> Any:
+def _copy_of(scale: Any) -> Any:
     """A dynamic scale with tensors of its own; any other scale, which no step changes, itself."""
     if scale is None or scale._counters is None:
         return scale

@@ -154,10 +154,10 @@ class TrainStep:
                 captured; the optimizer needs ``on_overflow="replay"``.
             ValueError: an argument is out of range, or two of them do not go together.
         """
-        called = {"model": model, "loss_fn": loss_fn}
+        functions = {"model": model, "loss_fn": loss_fn}
         if on_gradients is not None:
-            called["on_gradients"] = on_gradients
-        for name, value in called.items():
+            functions["on_gradients"] = on_gradients
+        for name, value in functions.items():
             if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
         if not isinstance(optimizer, Optimizer):
@@ -197,7 +197,7 @@ class TrainStep:
         self._max_replays = 100 if max_replays is None else max_replays
         self._preserve_rng = preserve_rng
         self._cuda_graph = cuda_graph
-        self._captured: cuda_graphs.Captured | None = None
+        self._captured_steps: cuda_graphs.CapturedSteps | None = None
 
     @property
     def scale(self) -> LossScale | None:
@@ -255,17 +255,17 @@ class TrainStep:
                 "the state of a TrainStep has exactly the entries 'optimizer' and 'scale', got "
                 f"{sorted(map(str, state_dict))}"
             )
-        scale, saved = self._scale, state_dict["scale"]
-        if (scale is None) != (saved is None):
-            with_, without = ("this", "the saved") if saved is None else ("the saved", "this")
+        scale, saved_scale = self._scale, state_dict["scale"]
+        if (scale is None) != (saved_scale is None):
+            with_, without = ("this", "the saved") if saved_scale is None else ("the saved", "this")
             raise ValueError(f"{with_} step has a loss scale, {without} one has none")
         if scale is not None:
             scale = copy.deepcopy(scale)
-            scale.load_state_dict(saved)
+            scale.load_state_dict(saved_scale)
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._scale = scale
-        if self._captured is not None:
-            self._captured.forget()
+        if self._captured_steps is not None:
+            self._captured_steps.forget()
 
     # --- methods that a subclass may override -------------------------------------------------
 
@@ -304,8 +304,8 @@ class TrainStep:
             self._unscale(scale)
             return optimizer.step_after_unscale()
 
-        def evaluate(given: Any) -> tuple[Any, ...]:
-            return closure(given), *self._unscale(given)
+        def evaluate(closure_scale: Any) -> tuple[Any, ...]:
+            return closure(closure_scale), *self._unscale(closure_scale)
 
         return optimizer.step_after_unscale(evaluate, current_grad_scale=scale, **replays)
 
@@ -375,19 +375,19 @@ class TrainStep:
         self._on_gradients(self.optimizer)
         return unscaled
 
-    def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
+    def _capturing_on(self, device: torch.device) -> cuda_graphs.CapturedSteps | None:
         """The steps by CUDA graph on ``device``; ``None`` to run without a graph."""
         if not self._cuda_graph or is_looking():  # first_nonfinite hooks modules; replays call none
             return None
-        if self._captured is None:
+        if self._captured_steps is None:
             graphs = cuda_graphs.graphs_on(device)
             if graphs is None:
                 return None
             optimizer: Any = self.optimizer
-            self._captured = cuda_graphs.Captured(optimizer, self._run, graphs)
+            self._captured_steps = cuda_graphs.CapturedSteps(optimizer, self._run, graphs)
         if torch.is_autocast_enabled(device.type):
             raise RuntimeError(
                 "cuda_graph=True: called under torch.autocast, whose cache of cast weights a graph "
                 "would share; call the step outside of it, and use its argument autocast="
             )
-        return self._captured
+        return self._captured_steps

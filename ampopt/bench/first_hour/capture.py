@@ -47,7 +47,7 @@ def _trained(record: PartRecord, device: torch.device, how: str) -> None:
     for _ in range(30):
         losses.append(step(inputs, targets).loss)
         schedule.step()
-    captured = step._captured is not None and step._captured._capture is not None
+    captured = step._captured_steps is not None and step._captured_steps._capture is not None
     record.check(f"TrainStep captures, {how}", captured)
     falls = bool(losses[-1] < losses[0])
     record.check(f"the loss falls, {how}", falls, [losses[0].item(), losses[-1].item()])
