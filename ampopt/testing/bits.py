@@ -93,11 +93,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All of ``optimizer`` that a skipped step must not change, and the random state, as bits."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    known = set(params)
+    param_set = set(params)
     return {
         "parameters": bits(params),
         "state": state_of(optimizer),
-        "other state": [bits(v) for key, v in optimizer.state.items() if key not in known],
+        "other state": [bits(v) for key, v in optimizer.state.items() if key not in param_set],
         "groups": group_entries(optimizer),
         "random": (bits(torch.get_rng_state()), random.getstate()),
     }
@@ -116,9 +116,10 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
             the first element.
     """
     if actual != expected:
-        found = list(_differences(actual, expected, ""))
-        more = [f"  and in {len(found) - _PLACES} more places"] if len(found) > _PLACES else []
-        raise AssertionError("\n".join([f"{what}:", *found[:_PLACES], *more]))
+        differences = list(_differences(actual, expected, ""))
+        n_more = len(differences) - _PLACES
+        more = [f"  and in {n_more} more places"] if n_more > 0 else []
+        raise AssertionError("\n".join([f"{what}:", *differences[:_PLACES], *more]))
 
 
 def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
@@ -134,16 +135,15 @@ def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
     elif isinstance(actual, Bits) and isinstance(expected, Bits) and actual[:2] == expected[:2]:
         yield "  " + _first_difference(actual, expected, where or "it")
     else:
-        got, wanted = repr(actual), repr(expected)
-        if len(got) + len(wanted) > 2000:  # a random generator's state
-            got, wanted = "other bits", "what was expected"
-        yield f"  {where or 'it'} is {got}, not {wanted}"
+        actual_text, expected_text = repr(actual), repr(expected)
+        if len(actual_text) + len(expected_text) > 2000:  # a random generator's state
+            actual_text, expected_text = "other bits", "what was expected"
+        yield f"  {where or 'it'} is {actual_text}, not {expected_text}"
 
 
 def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
     """The first element that differs between two tensors, and how many do."""
-    got, wanted = actual.values, expected.values
-    size, n = actual.dtype.itemsize, len(got)
+    size, n = actual.dtype.itemsize, len(actual.values)
     places = [
         i
         for i in range(n)
@@ -152,7 +152,10 @@ def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
     at = torch.unravel_index(torch.tensor(places[0]), actual.shape)
     element = f"[{', '.join(str(int(i)) for i in at)}]" if actual.shape else ""
     rest = f" ({len(places)} of {n} elements differ)" if n > 1 else ""
-    return f"{where}{element} is {got[places[0]].item()}, not {wanted[places[0]].item()}{rest}"
+    actual_value, expected_value = (
+        values[places[0]].item() for values in (actual.values, expected.values)
+    )
+    return f"{where}{element} is {actual_value}, not {expected_value}{rest}"
 
 
 @contextmanager

@@ -33,8 +33,8 @@ class _ReprIsCall:
 
     def __repr__(self) -> str:
         """The call of the constructor that makes an equal object."""
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._non_defaults())
-        return f"{type(self).__name__}({shown})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._non_defaults())
+        return f"{type(self).__name__}({arguments})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print for Hypothesis, over several lines if needed."""
@@ -147,7 +147,7 @@ class Scale(_ReprIsCall):
 
     def make(self) -> Any:
         """Build the scale, to be passed as ``grads_scaled_by``."""
-        made: dict[str, Any] = {
+        makers: dict[str, Any] = {
             "none": lambda: None,
             "number": lambda: self.number,
             "tensor": lambda: torch.tensor(self.number),
@@ -155,7 +155,7 @@ class Scale(_ReprIsCall):
             "static": lambda: ampopt.StaticLossScale(self.number),
             "dynamic": lambda: ampopt.DynamicLossScale(init_scale=self.number, growth_interval=2),
         }
-        return made[self.kind]()
+        return makers[self.kind]()
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,21 +187,21 @@ class History(_ReprIsCall):
 
     def without_overflows(self) -> "History":
         """A history of the steps that do not overflow."""
-        kept = [step for step, bad in zip(self.steps, self.overflows, strict=True) if not bad]
-        return History(self.params, tuple(kept), (False,) * len(kept), self.groups)
+        steps = [step for step, bad in zip(self.steps, self.overflows, strict=True) if not bad]
+        return History(self.params, tuple(steps), (False,) * len(steps), self.groups)
 
     @property
     def size(self) -> str:
         """The size of the example as text: ``"2 parameters, 3 elements, 1 step"``."""
 
-        def counted(n: int, what: str) -> str:
+        def number_of(n: int, what: str) -> str:
             return f"{n} {what}{'' if n == 1 else 's'}"
 
         elements = sum(p.numel for p in self.params)
         return ", ".join(
             (
-                counted(len(self.params), "parameter"),
-                counted(elements, "element"),
-                counted(len(self.steps), "step"),
+                number_of(len(self.params), "parameter"),
+                number_of(elements, "element"),
+                number_of(len(self.steps), "step"),
             )
         )

@@ -144,14 +144,14 @@ class Calls(Claims):
                     for group in trained.optimizer.param_groups:
                         group["lr"] = lr
                 elif index == at:
-                    saved = trained.optimizer.state_dict()
-                    for group in saved["param_groups"]:
+                    state_dict = trained.optimizer.state_dict()
+                    for group in state_dict["param_groups"]:
                         group["lr"] = lr
                     groups = history.grouped(trained.params)
                     if not history.groups:
                         groups = [{"params": groups}]
                     trained.optimizer = make([{**group, "lr": lr} for group in groups])
-                    trained.optimizer.load_state_dict(saved)
+                    trained.optimizer.load_state_dict(state_dict)
                 step_by(trained, step, ampopt.StaticLossScale(2.0), way)
         assert_same_training(changed, remade, f"a learning rate set to {lr} before step {at}")
 
@@ -194,8 +194,8 @@ class Calls(Claims):
         for step in history.steps:
             step_by(trained, step, 2.0, way)
         for i, (p, old) in enumerate(zip(trained.params, before, strict=True)):
-            moved = (p.detach() != old).sum().item()
-            assert not moved, f"{moved} of the {p.numel()} elements of parameter {i} moved"
+            n_moved = (p.detach() != old).sum().item()
+            assert not n_moved, f"{n_moved} of the {p.numel()} elements of parameter {i} moved"
 
     # --- other loops -----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ kinds = st.sampled_from(["number", "tensor", "static", "dynamic", "none"])
 """Strategy of the kinds of loss scale; see :meth:`Changes.use_scale`."""
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint of the training and of the machine's own records.
 
     Attributes:
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
 class Changes(Windows):
     """The state machine with all of its calls."""
 
-    saved: Saved | None = None
+    last_checkpoint: Checkpoint | None = None
 
     def begin_scaled(
         self,
@@ -60,9 +60,9 @@ class Changes(Windows):
         super().begin_with(make, beside, params, on_device)
         self.use_scale(kind, 2.0)
         if self.claims.checkpoints:
-            self.saved = self.checkpoint()
+            self.last_checkpoint = self.checkpoint()
 
-    @precondition(lambda self: not any(self.unscaled) and self.is_idle)
+    @precondition(lambda self: not any(self.unscaled_gradients) and self.is_idle)
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
     @call
     def scale_by(self, kind: str, number: float) -> None:
@@ -73,7 +73,7 @@ class Changes(Windows):
         """Make a scale of ``kind``, and record what it is expected to be."""
         self.kind = "number" if kind == "tensor" else kind
         self.number, self.finite = 1.0 if kind == "none" else number, 0
-        made: dict[str, Any] = {
+        scales: dict[str, Any] = {
             "none": None,
             "number": number,
             "tensor": torch.tensor(number),
@@ -82,7 +82,7 @@ class Changes(Windows):
                 init_scale=number, growth_interval=INTERVAL, min_scale=FLOOR, max_scale=CEILING
             ),
         }
-        self.scale = made[kind]
+        self.scale = scales[kind]
 
     @rule(lr=st.sampled_from([0.25, 0.03125]))
     @call
@@ -107,9 +107,9 @@ class Changes(Windows):
     @property
     def takes_tensors(self) -> bool:
         """Whether the optimizer takes tensors as learning rates."""
-        claimed = self.claims.tensor_learning_rates
+        claim = self.claims.tensor_learning_rates
         is_rule = isinstance(self.optimizer, ampopt.ElementwiseOptimizer)
-        return is_rule if claimed is None else claimed
+        return is_rule if claim is None else claim
 
     # --- further methods -------------------------------------------------------------------------
 
@@ -131,10 +131,10 @@ class Changes(Windows):
             method()
             self.beside.tell("call", name, None, before)
             return
-        if self.kind == "none" and (self.overflows or not any(self.unscaled)):
+        if self.kind == "none" and (self.overflows or not any(self.unscaled_gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
-        gradients = tuple(self.unscaled)
+        gradients = tuple(self.unscaled_gradients)
         reference_step = functools.partial(self.beside.tell, "call", name, gradients, before)
         self.account_for(result, before, reference_step)
 
@@ -145,43 +145,45 @@ class Changes(Windows):
     @call
     def save(self, go_on_with_it: bool) -> None:
         """Save a checkpoint; with ``go_on_with_it``, load it into a new optimizer at once."""
-        self.saved = self.checkpoint()
+        self.last_checkpoint = self.checkpoint()
         if go_on_with_it:
             groups = [{"params": group["params"]} for group in self.optimizer.param_groups]
             self.optimizer = self.make(groups if len(groups) > 1 else groups[0]["params"])
-            self.restore(self.saved)
+            self.restore(self.last_checkpoint)
 
     @precondition(lambda self: self.may_load)
     @rule()
     @call
     def load(self) -> None:
         """Load the checkpoint into the present optimizer and the reference training."""
-        assert self.saved is not None
+        assert self.last_checkpoint is not None
         with torch.no_grad():
-            for p, old in zip(self.params, self.saved.params, strict=True):
+            for p, old in zip(self.params, self.last_checkpoint.params, strict=True):
                 p.copy_(old)
-        self.restore(self.saved)
-        self.beside.back_to(self.saved.moment)
+        self.restore(self.last_checkpoint)
+        self.beside.back_to(self.last_checkpoint.moment)
         self.drop()
 
     @property
     def may_load(self) -> bool:
         """Whether there is a checkpoint with as many groups as the optimizer has now."""
-        saved = self.saved
-        return saved is not None and len(saved.params) == len(self.params) and self.is_idle
+        checkpoint = self.last_checkpoint
+        return (
+            checkpoint is not None and len(checkpoint.params) == len(self.params) and self.is_idle
+        )
 
-    def checkpoint(self) -> Saved:
+    def checkpoint(self) -> Checkpoint:
         """Copy all that a training saves."""
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
         state = to_bytes(self.optimizer.state_dict())
-        return Saved(state, params, scale, self.beside.now, self.mode)
+        return Checkpoint(state, params, scale, self.beside.now, self.mode)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Load the optimizer's state and the scale."""
-        self.optimizer.load_state_dict(from_bytes(saved.optimizer))
-        self.kind, scale, self.number, self.finite = saved.scale
-        self.mode = saved.mode
+        self.optimizer.load_state_dict(from_bytes(checkpoint.optimizer))
+        self.kind, scale, self.number, self.finite = checkpoint.scale
+        self.mode = checkpoint.mode
         self.scale = copy.deepcopy(scale)
         if isinstance(scale, ampopt.LossScale):
             self.scale.load_state_dict(scale.state_dict())
@@ -203,4 +205,4 @@ class Changes(Windows):
         self.params.append(param.parameter())
         add_group(self.optimizer, self.params[-1], lr)
         self.beside.tell("add", param, lr)
-        self.unscaled = [*self.unscaled, None]
+        self.unscaled_gradients = [*self.unscaled_gradients, None]

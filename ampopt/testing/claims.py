@@ -206,11 +206,11 @@ class Claims:
         return self.make(params, **options)
 
     @classmethod
-    def histories(cls, **changed: Any) -> st.SearchStrategy[History]:
+    def histories(cls, **changes: Any) -> st.SearchStrategy[History]:
         """Strategy of trainings within what the class claims.
 
         Args:
-            changed: arguments of :func:`ampopt.testing.strategies.histories` that override the
+            changes: arguments of :func:`ampopt.testing.strategies.histories` that override the
                 claims.
         """
         settings: dict[str, Any] = {
@@ -220,7 +220,7 @@ class Claims:
             "layouts": cls.any_layout,
             "sparse": not cls.dense_gradients,
         }
-        return strategies.histories(**{**settings, **changed})
+        return strategies.histories(**{**settings, **changes})
 
     def replay(self, test: str, **arguments: Any) -> None:
         """Run one invariant on one example; a failure prints the call.
@@ -229,8 +229,8 @@ class Claims:
             test: name of the invariant.
             arguments: the example.
         """
-        claims, _ = _marked(type(self), test)._invariant
-        _run(self, _marked(type(self), test), claims, **arguments)
+        claims, _ = _marked_function(type(self), test)._invariant
+        _run(self, _marked_function(type(self), test), claims, **arguments)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Replace each invariant by a test that draws its arguments.
@@ -239,16 +239,16 @@ class Claims:
         """
         super().__init_subclass__(**kwargs)
         for name in dir(cls):
-            body = _marked(cls, name)
+            body = _marked_function(cls, name)
             if body is not None and cls.make is not Claims.make:
                 setattr(cls, name, _as_test(cls, name, body))
 
 
-def _marked(cls: type, name: str) -> Any:
+def _marked_function(cls: type, name: str) -> Any:
     """The function marked by ``invariant`` that ``name`` is or wraps; ``None`` if there is none."""
-    found = inspect.getattr_static(cls, name)
-    found = getattr(found, "_body", found)
-    return found if hasattr(found, "_invariant") else None
+    function = inspect.getattr_static(cls, name)
+    function = getattr(function, "_body", function)
+    return function if hasattr(function, "_invariant") else None
 
 
 def _as_test(cls: Any, name: str, body: Any) -> Any:
@@ -261,28 +261,28 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
 
     else:
 
-        def run(self: Any, **drawn: Any) -> None:
+        def run(self: Any, **example: Any) -> None:
             __tracebackhide__ = True
             try:
-                _run(self, body, claims, **drawn)
+                _run(self, body, claims, **example)
             except HypothesisException:
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                lines = [f"        {key}={_code(value)}," for key, value in drawn.items()]
+                lines = [f"        {key}={_code(value)}," for key, value in example.items()]
                 hypothesis.note(
                     _SNIPPET.format(cls=cls.__name__, test=name, arguments="\n".join(lines))
                 )
-                error.example = drawn  # type: ignore[attr-defined]
+                error.example = example  # type: ignore[attr-defined]
                 if _is_shrunk():
-                    self.failure = failures.of_example(name, error, drawn, claims, passes(self))
+                    self.failure = failures.of_example(name, error, example, claims, passes(self))
                     for explanation in self.failure.explanations:
                         hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
 
         def passes(self: Any) -> Callable[[Mapping[str, Any]], bool]:
-            def passes_on(drawn: Mapping[str, Any]) -> bool:
+            def passes_on(example: Mapping[str, Any]) -> bool:
                 try:
-                    _run(self, body, claims, **drawn)
+                    _run(self, body, claims, **example)
                 except (Exception, pytest.fail.Exception):
                     return False
                 return True
@@ -325,12 +325,12 @@ def _is_shrunk() -> bool:
 
 def settings_of(cls: type[Claims]) -> hypothesis.settings:
     """Settings of the class or profile, without deadline and without the explain phase."""
-    given = cls.settings or hypothesis.settings()
+    settings = cls.settings or hypothesis.settings()
     return hypothesis.settings(
-        given,
+        settings,
         deadline=None,  # the first step of an optimizer may compile a kernel
         # To explain a failure, every line of torch that is run would be traced, for minutes.
-        phases=[phase for phase in given.phases if phase is not hypothesis.Phase.explain],
+        phases=[phase for phase in settings.phases if phase is not hypothesis.Phase.explain],
     )
 
 
@@ -347,12 +347,12 @@ def _run(
     options: dict[str, Any] | None = None,
     on_device: bool = False,
     state_bits: int = 32,
-    **drawn: Any,
+    **example: Any,
 ) -> None:
     """Run an invariant once on drawn arguments, on the CPU or as on a device."""
     make = storing(maker(self, options or {}), state_bits=state_bits)
     with apart(), of_any_size(), as_on_a_device() if on_device else _as_it_is():
-        functools.partial(body, self, make)(**drawn)
+        functools.partial(body, self, make)(**example)
 
 
 def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
@@ -365,7 +365,7 @@ def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = Fal
     else:
         make, kind, must_be = contract.make, ampopt.Optimizer, "an ampopt.Optimizer"
 
-    def made(params: Any) -> Any:
+    def make_checked(params: Any) -> Any:
         # Tests write to a learning rate that is a tensor, so each optimizer gets its own.
         own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         optimizer = make(params, **own)
@@ -376,7 +376,7 @@ def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = Fal
             )
         return optimizer
 
-    return made
+    return make_checked
 
 
 def storing(make: Make, **options: Any) -> Make:
@@ -387,16 +387,16 @@ def storing(make: Make, **options: Any) -> Make:
         options: options of param groups, such as ``state_bits``. A number of 32 bits, which is the
             default, is left out.
     """
-    stored = {name: value for name, value in options.items() if value != 32}
+    entries = {name: value for name, value in options.items() if value != 32}
 
-    def made(params: Any) -> Any:
+    def make_storing(params: Any) -> Any:
         optimizer = make(params)
-        if not (stored and isinstance(optimizer, ampopt.ElementwiseOptimizer)):
+        if not (entries and isinstance(optimizer, ampopt.ElementwiseOptimizer)):
             return optimizer
         groups = params if isinstance(params[0], dict) else [{"params": params}]
-        return make([{**stored, **group} for group in groups])
+        return make([{**entries, **group} for group in groups])
 
-    return made
+    return make_storing
 
 
 @contextmanager

@@ -146,11 +146,11 @@ class Closures(Claims):
         replayed = Problem(make, history, 2.0**limit)
         result = replayed.step(ampopt.DynamicLossScale(init_scale=2.0**exponent), split)
         assert not result.found_inf > 0
-        settled = replayed.scales[-1]
+        last_scale = replayed.scales[-1]
         direct = Problem(make, history)  # without a limit nothing overflows
-        direct.step(settled, split)
-        assert_same_training(replayed.trained, direct.trained, f"replayed until {settled}")
-        assert float(result.scale) == settled, "the scale to use next is the one that worked"
+        direct.step(last_scale, split)
+        assert_same_training(replayed.trained, direct.trained, f"replayed until {last_scale}")
+        assert float(result.scale) == last_scale, "the scale to use next is the one that worked"
 
     @invariant(
         claim="closures",

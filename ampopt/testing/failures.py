@@ -43,8 +43,8 @@ class Failure:
     def lines(self) -> Iterator[str]:
         """The lines of the summary about this failure."""
         yield f"{self.test} ({self.size})"
-        found = [line.strip() for line in self.message.splitlines() if line.strip()]
-        yield "    " + _cut(" ".join(found[:2]) or "no message")
+        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+        yield "    " + _cut(" ".join(lines[:2]) or "no message")
         if self.explanations:
             yield "    " + _cut(f"if it is not meant to: {', or '.join(self.explanations)}")
 
@@ -52,29 +52,29 @@ class Failure:
 def of_example(
     test: str,
     error: BaseException,
-    drawn: Mapping[str, Any],
+    example: Mapping[str, Any],
     claims: Iterable[str],
     passes: Callable[[Mapping[str, Any]], bool],
 ) -> Failure:
-    """Describe the failure of an invariant that needs ``claims`` on the arguments ``drawn``.
+    """Describe the failure of an invariant that needs ``claims`` on the arguments ``example``.
 
     Args:
         test: name of the test.
         error: the failure.
-        drawn: the example, shrunk.
+        example: the arguments, shrunk.
         claims: claims that the invariant needs.
         passes: whether the invariant holds for other arguments.
     """
-    history = drawn.get("history")
+    history = example.get("history")
     size, order = "an example", (0,)
     limits: dict[str, _Limit] = {}
     if isinstance(history, History):
         steps, params = len(history.steps), len(history.params)
         size, order = history.size, (sum(p.numel for p in history.params), params, steps)
         # Numbers that the invariant draws itself cannot be drawn again.
-        if not any(isinstance(value, st.DataObject) for value in drawn.values()):
+        if not any(isinstance(value, st.DataObject) for value in example.values()):
             limits = _LIMITS
-    likely = tuple(explanations(claims, drawn, limits, passes))
+    likely = tuple(explanations(claims, example, limits, passes))
     return Failure(test, size, order, str(error), likely)
 
 
@@ -102,9 +102,9 @@ def explanations(
         limits: for each claim that limits the examples, how to keep an example within it.
         passes: whether the test passes with another example.
     """
-    changed = ((hint, change(example)) for hint, change in limits.items())
-    found = [hint for hint, limited in changed if limited != example and passes(limited)]
-    yield from dict.fromkeys((*found, *_left_out(claims)))
+    others = ((hint, change(example)) for hint, change in limits.items())
+    hints = [hint for hint, other in others if other != example and passes(other)]
+    yield from dict.fromkeys((*hints, *_left_out(claims)))
 
 
 def _left_out(claims: Iterable[str]) -> Iterator[str]:
@@ -114,25 +114,25 @@ def _left_out(claims: Iterable[str]) -> Iterator[str]:
 
 def _of_history(change: Callable[[History], History]) -> _Limit:
     """``change``, applied to the history of an example."""
-    return lambda drawn: {**drawn, "history": change(drawn["history"])}
+    return lambda example: {**example, "history": change(example["history"])}
 
 
 def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> _Limit:
     """``change``, applied to each parameter and gradient of an example."""
 
-    def changed(history: History) -> History:
+    def change_all(history: History) -> History:
         return replace(
             history,
             params=tuple(map(change, history.params)),
             steps=tuple(tuple(g and change(g) for g in step) for step in history.steps),
         )
 
-    return _of_history(changed)
+    return _of_history(change_all)
 
 
-def _in_full_precision(drawn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments ``drawn``, with states of 32 bits."""
-    return {name: 32 if name in ("state_bits", "bits") else x for name, x in drawn.items()}
+def _in_full_precision(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments ``example``, with states of 32 bits."""
+    return {name: 32 if name in ("state_bits", "bits") else x for name, x in example.items()}
 
 
 def _with_elements(tensor: Blueprint) -> Blueprint:
@@ -158,8 +158,8 @@ def _contiguous(tensor: Blueprint) -> Blueprint:
 
 def _small(tensor: Blueprint) -> Blueprint:
     """``tensor`` with 1 in place of huge finite numbers."""
-    limited = tuple(1.0 if _HUGE < abs(x) < math.inf else x for x in tensor.numbers)
-    return replace(tensor, numbers=limited)
+    numbers = tuple(1.0 if _HUGE < abs(x) < math.inf else x for x in tensor.numbers)
+    return replace(tensor, numbers=numbers)
 
 
 _HUGE = 1e15
@@ -185,21 +185,21 @@ class Summary:
 
     def __init__(self) -> None:
         """Start with no failures."""
-        self._failed: dict[str, list[Failure]] = {}
+        self._failures: dict[str, list[Failure]] = {}
 
     def note(self, contract: str, failure: Failure) -> None:
         """Record a failure of the class named ``contract``."""
-        self._failed.setdefault(contract, []).append(failure)
+        self._failures.setdefault(contract, []).append(failure)
 
     def lines(self) -> Iterator[str]:
         """The failures of each contract, the smallest example first, at most a screen."""
-        for contract, failed in self._failed.items():
-            failed = sorted(failed, key=lambda failure: failure.order)
-            number = f"{len(failed)} invariant{'' if len(failed) == 1 else 's'}"
-            shown = [line for failure in failed for line in failure.lines]
-            whole = len(shown) < _LINES
+        for contract, failures in self._failures.items():
+            failures = sorted(failures, key=lambda failure: failure.order)
+            number = f"{len(failures)} invariant{'' if len(failures) == 1 else 's'}"
+            lines = [line for failure in failures for line in failure.lines]
+            whole = len(lines) < _LINES
             yield f"{contract}: {number} not kept; the smallest example first"
-            yield from shown if whole else shown[: _LINES - 2]
+            yield from lines if whole else lines[: _LINES - 2]
             if not whole:
                 yield "and more: fix the first, and run again"
 

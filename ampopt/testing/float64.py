@@ -43,18 +43,18 @@ class Float64:
             dtype: dtype of the tested parameters, which sets the tolerance.
         """
         self.limits = torch.finfo(dtype)
-        self.model, *self.rounded = (
+        self.model, *self.rounded_models = (
             Plain(reference, (in_float64(p.parameter()) for p in params))
             for _ in range(1 + _ROUNDED)
         )
         self.modes = [Rounding(_ERROR * self.limits.eps, seed) for seed in range(_ROUNDED)]
-        self.moved = [p.detach().abs() for p in self.model.params]
-        self.spread = [torch.zeros_like(moved) for moved in self.moved]
+        self.distances = [p.detach().abs() for p in self.model.params]
+        self.spread = [torch.zeros_like(distance) for distance in self.distances]
         self.steps = 0
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all groups."""
-        for plain in (self.model, *self.rounded):
+        for plain in (self.model, *self.rounded_models):
             plain.set_learning_rate(lr)
 
     def call(self, name: str, gradients: Any, *_: Tensor) -> None:
@@ -62,17 +62,17 @@ class Float64:
         old = [p.detach().clone() for p in self.model.params]
         with torch.random.fork_rng(devices=[]):
             self.model.call(name, gradients)
-            for plain, mode in zip(self.rounded, self.modes, strict=True):
+            for plain, mode in zip(self.rounded_models, self.modes, strict=True):
                 with mode:
                     plain.call(name, gradients)
         self.note_moves(old)
 
     def add(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
-        for plain in (self.model, *self.rounded):
+        for plain in (self.model, *self.rounded_models):
             plain.add(in_float64(param.parameter()), lr)
-        self.moved.append(self.model.params[-1].detach().abs())
-        self.spread.append(torch.zeros_like(self.moved[-1]))
+        self.distances.append(self.model.params[-1].detach().abs())
+        self.spread.append(torch.zeros_like(self.distances[-1]))
 
     def step(
         self, gradients: Sequence[Blueprint | None], max_norm: float | None, *_: Tensor
@@ -80,12 +80,12 @@ class Float64:
         """Step with ``gradients``, rounded to their own dtype and then converted to float64."""
         old = [p.detach().clone() for p in self.model.params]
         with torch.random.fork_rng(devices=[]):
-            for plain in (self.model, *self.rounded):
+            for plain in (self.model, *self.rounded_models):
                 set_gradients(plain.params, [None] * len(gradients))
-                for p, given in zip(plain.params, gradients, strict=True):
-                    p.grad = None if given is None else given.tensor().double()
+                for p, grad in zip(plain.params, gradients, strict=True):
+                    p.grad = None if grad is None else grad.tensor().double()
             self.model.step(max_norm)
-            for plain, mode in zip(self.rounded, self.modes, strict=True):
+            for plain, mode in zip(self.rounded_models, self.modes, strict=True):
                 # The dispatch mode does not see inside a compiled step, so disturb its inputs.
                 for p in plain.params:
                     for tensor in (p.detach(), p.grad, *plain.optimizer.state[p].values()):
@@ -98,23 +98,25 @@ class Float64:
     def note_moves(self, old: list[Tensor]) -> None:
         """Update distances and deviations, given the reference's parameters before the step."""
         for i, p in enumerate(self.model.params):
-            self.moved[i] += (p.detach() - old[i]).abs()
-            for plain in self.rounded:
+            self.distances[i] += (p.detach() - old[i]).abs()
+            for plain in self.rounded_models:
                 apart = (plain.params[i].detach() - p.detach()).abs()
                 self.spread[i] = torch.maximum(self.spread[i], apart)  # keeps NaN
 
-    def allowed(self, i: int) -> Tensor:
+    def tolerance(self, i: int) -> Tensor:
         """Tolerance of each element of parameter ``i``; NaN where nothing can be compared."""
-        allowed = _MARGIN * self.spread[i] + _MARGIN * self.limits.eps * self.steps * self.moved[i]
-        return allowed.where(self.moved[i] < self.limits.max**0.5, torch.nan)
+        tolerance = (
+            _MARGIN * self.spread[i] + _MARGIN * self.limits.eps * self.steps * self.distances[i]
+        )
+        return tolerance.where(self.distances[i] < self.limits.max**0.5, torch.nan)
 
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
         """Check that each parameter is as near to the reference as rounding explains."""
         for i, (p, model) in enumerate(zip(params, self.model.params, strict=True)):
-            allowed = self.allowed(i)
+            tolerance = self.tolerance(i)
             off = (p.detach().double() - model.detach()).abs()
-            # Not `off > allowed`: that is false for a parameter that is NaN.
-            places = (~(off <= allowed) & allowed.isfinite()).nonzero()
+            # Not `off > tolerance`: that is false for a parameter that is NaN.
+            places = (~(off <= tolerance) & tolerance.isfinite()).nonzero()
             if len(places):
                 at = tuple(places[0].tolist())
                 element = f"[{', '.join(map(str, at))}]" if at else ""
@@ -122,7 +124,7 @@ class Float64:
                 raise AssertionError(
                     f"parameter {i}{element} is {p[at].item()}, and in float64 {model[at].item()}: "
                     f"off by {off[at].item():.3g}, where rounding explains "
-                    f"{allowed[at].item():.3g}{of}"
+                    f"{tolerance[at].item():.3g}{of}"
                 )
 
 

@@ -83,13 +83,13 @@ def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, A
     """
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     if name not in ampopt.optim.__all__:
-        known = ", ".join(sorted(ampopt.optim.__all__))
-        raise ValueError(f"optimizer must be one of {known}, got {name!r}")
+        names = ", ".join(sorted(ampopt.optim.__all__))
+        raise ValueError(f"optimizer must be one of {names}, got {name!r}")
     parameters = inspect.signature(getattr(ampopt, name)).parameters.values()
     by_name = {p.name: _range_of(p) for p in parameters if p.name not in _HOW_STEPS_RUN}
     ranges = {key: values for key, values in by_name.items() if values is not None}
-    drawn = st.fixed_dictionaries({**ranges, **_OF_EACH.get(name, {})})
-    return drawn.map(_allowed_in_sgd) if name == "SGD" else drawn
+    strategy = st.fixed_dictionaries({**ranges, **_OF_EACH.get(name, {})})
+    return strategy.map(_allowed_in_sgd) if name == "SGD" else strategy
 
 
 def _range_of(parameter: inspect.Parameter) -> st.SearchStrategy[Any] | None:

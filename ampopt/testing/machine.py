@@ -55,20 +55,20 @@ class Call(NamedTuple):
 
     Attributes:
         name: the name of the rule.
-        drawn: its arguments.
+        arguments: its arguments.
     """
 
     name: str
-    drawn: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 def recorded(rule: Any) -> Any:
-    """Make a Hypothesis rule of the machine record its calls in ``called``."""
+    """Make a Hypothesis rule of the machine record its calls in ``calls``."""
 
     @functools.wraps(rule)
-    def recording(self: "Machine", **drawn: Any) -> None:
-        self.called.append(Call(rule.__name__, drawn))
-        rule(self, **drawn)
+    def recording(self: "Machine", **arguments: Any) -> None:
+        self.calls.append(Call(rule.__name__, arguments))
+        rule(self, **arguments)
 
     return recording
 
@@ -82,8 +82,8 @@ def call(rule: Any) -> Any:
     recording = recorded(rule)
 
     @functools.wraps(rule)
-    def checked(self: "Machine", **drawn: Any) -> None:
-        recording(self, **drawn)
+    def checked(self: "Machine", **arguments: Any) -> None:
+        recording(self, **arguments)
         self.check()
 
     return checked
@@ -93,9 +93,9 @@ def precondition(condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """Hypothesis's ``precondition``, which :meth:`Machine.repeat` can read."""
 
     def conditional(rule: Any) -> Any:
-        made: Any = stateful.precondition(condition)(rule)
-        made.conditions = (*getattr(rule, "conditions", ()), condition)
-        return made
+        result: Any = stateful.precondition(condition)(rule)
+        result.conditions = (*getattr(rule, "conditions", ()), condition)
+        return result
 
     return conditional
 
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     Attributes:
         claims: the contract class of the optimizer.
-        called: the calls made, of which the first makes the optimizer.
+        calls: the calls made, of which the first makes the optimizer.
         last: the machine that ran last.
     """
 
@@ -119,12 +119,12 @@ class Machine(RuleBasedStateMachine):
         """Start without an optimizer; :meth:`begin_with` makes it."""
         super().__init__()
         Machine.last = self
-        self.called: list[Call] = []
+        self.calls: list[Call] = []
         self.params: list[Parameter] = []
-        self.entered = ExitStack()
+        self.contexts = ExitStack()
         # None while idle; while an unscale is pending, whether it found an overflow.
         self.pending: bool | None = None
-        self.unscaled: list[Blueprint | None] = []  # the unscaled gradients, by parameter
+        self.unscaled_gradients: list[Blueprint | None] = []  # by parameter
         self.overflows = False
         self.kind, self.scale, self.number, self.finite = "number", 1.0, 1.0, 0
 
@@ -132,10 +132,10 @@ class Machine(RuleBasedStateMachine):
         self, make: Any, beside: Any, params: Sequence[Blueprint], on_device: bool
     ) -> None:
         """Make the optimizer, and a reference training by ``beside(params)``."""
-        self.entered.enter_context(apart())
-        self.entered.enter_context(of_any_size())
+        self.contexts.enter_context(apart())
+        self.contexts.enter_context(of_any_size())
         if on_device:
-            self.entered.enter_context(as_on_a_device())
+            self.contexts.enter_context(as_on_a_device())
         seed()
         self.make, self.dtype = make, params[0].dtype
         self.mode = self.claims.modes[0] if self.claims.modes else None
@@ -146,14 +146,14 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Leave the contexts that :meth:`begin_with` entered."""
-        self.entered.close()
+        self.contexts.close()
 
-    def repeat(self, called: Sequence[Call]) -> None:
-        """Make the calls ``called``, but for those that the claims or the calls before exclude."""
-        for name, drawn in called:
-            made = getattr(self, name)
-            if all(condition(self) for condition in getattr(made, "conditions", ())):
-                made(**drawn)
+    def repeat(self, calls: Sequence[Call]) -> None:
+        """Make the ``calls``, but for those that the claims or the calls before exclude."""
+        for name, arguments in calls:
+            method = getattr(self, name)
+            if all(condition(self) for condition in getattr(method, "conditions", ())):
+                method(**arguments)
 
     def check(self) -> None:
         """Check parameters, state, the scale, and that calls out of order raise."""
@@ -162,16 +162,16 @@ class Machine(RuleBasedStateMachine):
             assert self.scale is None
         else:
             assert float(self.scale) == self.number
-        refused: tuple[Any, ...] = (self.optimizer.step_after_unscale,)
+        methods: tuple[Any, ...] = (self.optimizer.step_after_unscale,)
         if self.pending is not None:
-            refused = (self.optimizer.unscale, self.optimizer.accumulate, self.optimizer.state_dict)
-        for out_of_order in refused:
+            methods = (self.optimizer.unscale, self.optimizer.accumulate, self.optimizer.state_dict)
+        for out_of_order in methods:
             with pytest.raises(RuntimeError, match="unscale"):
                 out_of_order()
-        if not (self.trains or self.overflows) and any(self.unscaled):
+        if not (self.trains or self.overflows) and any(self.unscaled_gradients):
             with pytest.raises(RuntimeError):
                 self.optimizer.unscale_and_step(grads_scaled_by=self.number)
-            for p, grad in zip(self.params, self.unscaled, strict=True):
+            for p, grad in zip(self.params, self.unscaled_gradients, strict=True):
                 p.grad = None if grad is None else grad.tensor(self.number)
             self.beside.training.check(self.params, self.optimizer)
 
@@ -186,14 +186,14 @@ class Machine(RuleBasedStateMachine):
 
     def give_gradients(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
         """Set scaled gradients, and record them unscaled."""
-        self.unscaled = []
+        self.unscaled_gradients = []
         for p, own in zip(self.params, numbers, strict=False):
             sparse = p.ndim and not self.claims.dense_gradients
             layout: Any = "sparse" if sparse else "contiguous"
             grad = None if own is None else Blueprint(tuple(p.shape), own, self.dtype, layout)
-            self.unscaled.append(grad)
+            self.unscaled_gradients.append(grad)
         self.overflows = False
-        for i, (p, grad) in enumerate(zip(self.params, self.unscaled, strict=True)):
+        for i, (p, grad) in enumerate(zip(self.params, self.unscaled_gradients, strict=True)):
             p.grad = None if grad is None else grad.tensor(self.number)
             if bad is None or p.grad is None:
                 continue
@@ -224,21 +224,21 @@ class Machine(RuleBasedStateMachine):
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients, unscaled or not."""
-        return self.pending is not None or any(self.unscaled)
+        return self.pending is not None or any(self.unscaled_gradients)
 
     @precondition(lambda self: self.has_gradients)
     @rule(set_to_none=st.booleans())
     @call
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop gradients, or set them to zero; either discards a pending unscale."""
-        before = self.unscaled
+        before = self.unscaled_gradients
         self.optimizer.zero_grad(set_to_none)
         self.forget()
         if set_to_none or not self.claims.dense_gradients:
             for p in self.params:
                 p.grad = None  # a zeroed sparse gradient has no rows, unlike a blueprint's
         else:  # a gradient may exist only as a sum of accumulate, so look at p.grad
-            self.unscaled = [
+            self.unscaled_gradients = [
                 None if own is None or p.grad is None else replace(own, numbers=(0.0,))
                 for p, own in zip(self.params, before, strict=True)
             ]
@@ -246,7 +246,7 @@ class Machine(RuleBasedStateMachine):
     def forget(self) -> None:
         """Record that there are no gradients and nothing is pending."""
         self.pending, self.overflows = None, False
-        self.unscaled = [None for _ in self.params]
+        self.unscaled_gradients = [None for _ in self.params]
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -281,9 +281,9 @@ class Machine(RuleBasedStateMachine):
         for p in self.optimizer.master_params():
             if p.grad is not None:
                 p.grad.mul_(factor)
-        self.unscaled = [
+        self.unscaled_gradients = [
             None if grad is None else replace(grad, numbers=tuple(n * factor for n in grad.numbers))
-            for grad in self.unscaled
+            for grad in self.unscaled_gradients
         ]
 
     @precondition(lambda self: self.pending is not None)
@@ -318,14 +318,14 @@ class Machine(RuleBasedStateMachine):
 
     def take_a_step(self, max_norm: float | None) -> None:
         """Call ``unscale_and_step``, and check what it did."""
-        if self.kind == "none" and not any(self.unscaled):
+        if self.kind == "none" and not any(self.unscaled_gradients):
             return  # without a scale this is step(), which may act without gradients
         before = torch.get_rng_state()
         clipping = {} if max_norm is None else {"max_norm": max_norm}
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
         self.check_step(result, before, max_norm)
 
-    @precondition(lambda self: self.pending is False and any(self.unscaled))
+    @precondition(lambda self: self.pending is False and any(self.unscaled_gradients))
     @rule()
     @call
     def step(self) -> None:
@@ -354,7 +354,7 @@ class Machine(RuleBasedStateMachine):
             before: torch's random state before the call.
             reference_step: takes the reference step; called unless the call had to be skipped.
         """
-        overflows, gradients = self.overflows, any(self.unscaled)
+        overflows, gradients = self.overflows, any(self.unscaled_gradients)
         assert bool(result.found_inf > 0) is overflows
         if overflows or not gradients:
             same = torch.equal(torch.get_rng_state(), before)
@@ -373,7 +373,9 @@ class Machine(RuleBasedStateMachine):
 
     def take_reference_step(self, before: Tensor, max_norm: float | None = None) -> None:
         """Take the reference step from the random state ``before``."""
-        self.beside.tell("step", tuple(self.unscaled), max_norm, before, torch.get_rng_state())
+        self.beside.tell(
+            "step", tuple(self.unscaled_gradients), max_norm, before, torch.get_rng_state()
+        )
 
     def grow(self) -> None:
         """Double the expected scale when enough finite steps have been taken."""

@@ -33,7 +33,7 @@ class Rounding(TorchDispatchMode):
         """Run ``func``, and disturb the tensors that it created or wrote to."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in _written(func, args, kwargs, result):
+        for tensor in _written_tensors(func, args, kwargs, result):
             self.disturb(tensor)
         return result
 
@@ -50,11 +50,11 @@ class Rounding(TorchDispatchMode):
         tensor.mul_(noise.mul_(2 * self.eps).add_(1 - self.eps))
 
 
-def _written(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
+def _written_tensors(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
     """The tensors that an operation created or wrote to; views hold no new data."""
-    for given in written_by(func, args, kwargs):
-        yield from given if isinstance(given, (list, tuple)) else [given]
+    for argument in written_by(func, args, kwargs):
+        yield from argument if isinstance(argument, (list, tuple)) else [argument]
     results = result if isinstance(result, (list, tuple)) else [result]
-    for returned, value in zip(schema_of(func).returns, results, strict=False):
-        if returned.alias_info is None:
+    for output, value in zip(schema_of(func).returns, results, strict=False):
+        if output.alias_info is None:
             yield from value if isinstance(value, (list, tuple)) else [value]

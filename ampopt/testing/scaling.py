@@ -19,9 +19,9 @@ from ampopt.testing.training import WAYS, assert_same_training, start, step_by, 
 __all__ = ["Scaling"]
 
 
-def finite(cls: type[Claims], **changed: Any) -> st.SearchStrategy[History]:
+def finite(cls: type[Claims], **changes: Any) -> st.SearchStrategy[History]:
     """Strategy of trainings without overflows, in which every step has a gradient."""
-    return cls.histories(overflows=False, **changed).filter(
+    return cls.histories(overflows=False, **changes).filter(
         lambda history: all(map(any, history.steps))
     )
 
@@ -66,10 +66,10 @@ class Scaling(Claims):
         """
         trained = start(make, history)
         set_gradients(trained.params, history.steps[0])
-        given = [None if p.grad is None else values_of(p.grad) for p in trained.params]
+        gradients = [None if p.grad is None else values_of(p.grad) for p in trained.params]
         result = trained.optimizer.unscale(grads_scaled_by=Scale(kind, scale).make())
         overflows = []
-        for p, before in zip(trained.params, given, strict=True):
+        for p, before in zip(trained.params, gradients, strict=True):
             if before is None:
                 continue
             assert p.grad is not None
@@ -77,11 +77,11 @@ class Scaling(Claims):
             # Next to the largest finite number, rounding decides whether there is an overflow.
             assume(not ((expected.abs() / info.max - 1).abs() < 4 * info.eps).any())
             overflows.append((expected.abs() > info.max).any().item())
-            found = values_of(p.grad).double()
-            allowed = 2 * info.eps * expected.abs() + 2 * info.smallest_normal * info.eps
+            actual = values_of(p.grad).double()
+            tolerance = 2 * info.eps * expected.abs() + 2 * info.smallest_normal * info.eps
             inside = expected.abs() <= info.max
-            assert ((found - expected).abs() <= allowed)[inside].all(), (
-                f"{before.tolist()} scaled by {scale} was unscaled to {found.tolist()}"
+            assert ((actual - expected).abs() <= tolerance)[inside].all(), (
+                f"{before.tolist()} scaled by {scale} was unscaled to {actual.tolist()}"
             )
         assert bool(result.found_inf > 0) is any(overflows)
 
@@ -164,8 +164,8 @@ class Scaling(Claims):
                 trained.optimizer.step_after_unscale()
             else:
                 trained.optimizer.unscale_and_step(grads_scaled_by=8.0, max_norm=2.0**limit)
-                found = float(trained.optimizer.grad_norm)
-                assert found == 2.0**norm, f"grad_norm is {found}, not {2.0**norm}"
+                grad_norm = float(trained.optimizer.grad_norm)
+                assert grad_norm == 2.0**norm, f"grad_norm is {grad_norm}, not {2.0**norm}"
             runs.append(trained)
         assert_same_training(runs[0], runs[1], "max_norm differs from clip_grad_norm_")
 
@@ -193,26 +193,28 @@ class Scaling(Claims):
             min_scale=2.0**floor,
             max_scale=2.0**ceiling,
         )
-        expected, counted, trained = 1.0, 0, start(make, history)
+        expected, finite_steps, trained = 1.0, 0, start(make, history)
         for step, overflows in zip(history.steps, history.overflows, strict=True):
-            given = scale
+            old_scale = scale
             result = step_by(trained, step, scale, way)
             scale = result.scale
             has_gradients = any(p.grad is not None for p in trained.params)
             if overflows:
-                expected, counted = max(expected / 2, 2.0**floor), 0
+                expected, finite_steps = max(expected / 2, 2.0**floor), 0
             elif has_gradients and not any(g and g.numel for g in step):
                 return  # whether gradients without elements count is unspecified
             elif has_gradients:
-                counted += 1
-                if counted == interval:
-                    expected, counted = min(expected * 2, 2.0**ceiling), 0
+                finite_steps += 1
+                if finite_steps == interval:
+                    expected, finite_steps = min(expected * 2, 2.0**ceiling), 0
             assert float(scale) == expected, (
                 f"after {'an overflow' if overflows else 'a finite step'} the scale is "
                 f"{float(scale)}, not {expected}"
             )
-            assert scale.state_dict()["growth"] == counted
-            assert float(given) == float(given.value), "the scale that was passed in has changed"
+            assert scale.state_dict()["growth"] == finite_steps
+            assert float(old_scale) == float(old_scale.value), (
+                "the scale that was passed in has changed"
+            )
 
     @invariant(
         claim="plain_steps", history=lambda cls: cls.histories(absent=False, max_steps=1), way=ways

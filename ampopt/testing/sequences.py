@@ -83,9 +83,9 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
         raise
     except (Exception, pytest.fail.Exception) as error:
         test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
-        failed = CallSequence(cls, of_float64, Machine.last.called)
-        calls = len(failed.called) - 1
-        likely = failed.explanations(claims) if calls >= 0 else ()  # no optimizer was made
+        sequence = CallSequence(cls, of_float64, Machine.last.calls)
+        calls = len(sequence.calls) - 1
+        likely = sequence.explanations(claims) if calls >= 0 else ()  # no optimizer was made
         contract.failure = of_calls(test, error, max(calls, 0), likely)
         raise
 
@@ -96,18 +96,18 @@ class CallSequence(NamedTuple):
     Attributes:
         contract: the class of the optimizer and its claims.
         of_float64: whether the optimizer is compared with a float64 reference.
-        called: the calls.
+        calls: the calls.
     """
 
     contract: type[Sequences]
     of_float64: bool
-    called: list[Call]
+    calls: list[Call]
 
     def passes(self) -> bool:
         """Whether those of the calls pass that the contract's claims include."""
         machine = _machine_of(self.contract, self.of_float64)()
         try:
-            machine.repeat(self.called)
+            machine.repeat(self.calls)
         except (Exception, pytest.fail.Exception):
             return False
         finally:
@@ -125,17 +125,17 @@ class CallSequence(NamedTuple):
 
     def in_single_precision(self, *, of: Callable[[type[Sequences]], Any]) -> "CallSequence":
         """The sequence with float32 parameters, if ``of`` returns the dtype of its parameters."""
-        begin, *others = self.called
-        if begin.drawn["dtype"] not in of(self.contract):
+        begin, *others = self.calls
+        if begin.arguments["dtype"] not in of(self.contract):
             return self
-        single = Call(begin.name, {**begin.drawn, "dtype": torch.float32})
-        return self._replace(called=[single, *others])
+        single = Call(begin.name, {**begin.arguments, "dtype": torch.float32})
+        return self._replace(calls=[single, *others])
 
     def in_full_precision(self) -> "CallSequence":
         """The sequence with states of 32 bits."""
-        begin, *others = self.called
-        drawn = {name: 32 if name == "state_bits" else x for name, x in begin.drawn.items()}
-        return self._replace(called=[Call(begin.name, drawn), *others])
+        begin, *others = self.calls
+        arguments = {name: 32 if name == "state_bits" else x for name, x in begin.arguments.items()}
+        return self._replace(calls=[Call(begin.name, arguments), *others])
 
 
 _OF_CALLS = ("deepcopies", "checkpoints", "accumulates", "several_groups", "tensor_learning_rates")

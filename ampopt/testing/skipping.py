@@ -31,9 +31,9 @@ def scales(_: Any) -> st.SearchStrategy[Scale]:
 
 
 @st.composite
-def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
+def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changes: Any) -> History:
     """Strategy of trainings with any number of finite steps, and a last step that overflows."""
-    history = draw(cls.histories(overflows=False, max_steps=3, absent=False, **changed))
+    history = draw(cls.histories(overflows=False, max_steps=3, absent=False, **changes))
     assume(spoilable(history.steps[-1]))
     last = draw(spoiled(history.steps[-1]))
     *before, _ = history.overflows
@@ -41,11 +41,11 @@ def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> Hi
 
 
 @st.composite
-def ending_well(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
+def ending_well(draw: st.DrawFn, cls: type[Claims], **changes: Any) -> History:
     """Strategy of trainings that may overflow, but end in a finite step with all gradients."""
-    history = draw(cls.histories(**changed))
-    sparse = changed.get("sparse", not cls.dense_gradients)
-    layouts = changed.get("layouts", cls.any_layout)
+    history = draw(cls.histories(**changes))
+    sparse = changes.get("sparse", not cls.dense_gradients)
+    layouts = changes.get("layouts", cls.any_layout)
     last = draw(strategies.gradients(history.params, absent=False, layouts=layouts, sparse=sparse))
     return History(
         history.params, (*history.steps, last), (*history.overflows, False), history.groups

@@ -44,47 +44,47 @@ class SmallStates(Claims):
             raise unittest.SkipTest("not a rule")
         for step in history.steps:
             step_by(exact, step, None)
-            stored = Trained(exact.params, small(history.grouped(exact.params)))
-            stored.optimizer.load_state_dict(exact.optimizer.state_dict())
-            kept = ampopt.full_state_dict(stored.optimizer)["state"]
-            for i, (part, codec) in _small_states_of(stored):
+            training = Trained(exact.params, small(history.grouped(exact.params)))
+            training.optimizer.load_state_dict(exact.optimizer.state_dict())
+            states = ampopt.full_state_dict(training.optimizer)["state"]
+            for i, (part, codec) in _small_states_of(training):
                 full = exact.optimizer.state.get(exact.params[i], {}).get(part.name)
                 if full is not None:
-                    _check_near(kept[i][part.name], full, part, codec, f"parameter {i}")
+                    _check_near(states[i][part.name], full, part, codec, f"parameter {i}")
 
 
 def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
     """For each state that is kept in few bits: the index of its parameter, and (state, codec)."""
-    found, rule = [], trained.optimizer.rule
+    states, rule = [], trained.optimizer.rule
     for group in trained.optimizer.param_groups:
         for param in group["params"]:
             i = next(i for i, own in enumerate(trained.params) if own is param)
             flags = rule.flag_values(group, kind_of(group, param))
             codecs = codecs_of(rule, flags, group, param)
             pairs = zip(rule.state_for(flags), codecs, strict=True)
-            found += [(i, (part, codec)) for part, codec in pairs if codec is not None]
-    return found
+            states += [(i, (part, codec)) for part, codec in pairs if codec is not None]
+    return states
 
 
 def _check_near(
-    kept: torch.Tensor, full: torch.Tensor, part: State, codec: Codec, what: str
+    values: torch.Tensor, full: torch.Tensor, part: State, codec: Codec, what: str
 ) -> None:
-    """Compare the values ``kept`` of a state with those of ``full`` precision."""
-    kept, full = kept.detach().reshape(-1), full.detach().reshape(-1)
+    """Compare the ``values`` of a state with those of ``full`` precision."""
+    values, full = values.detach().reshape(-1), full.detach().reshape(-1)
     if not full.isfinite().all():
         return
     blocks = full.abs().split(codec.block)
     largest = torch.cat(
         [block.amax().expand(len(block)) for block in blocks if len(block)] or [full]
     )
-    near = (kept - full).abs() <= _NEAR * largest + 2.0**-126
-    near &= (full != 0) | (kept == 0)
+    near = (values - full).abs() <= _NEAR * largest + 2.0**-126
+    near &= (full != 0) | (values == 0)
     if part.positive:
-        near &= (kept != 0) | (full <= _LEAST * largest + 2.0**-126)
+        near &= (values != 0) | (full <= _LEAST * largest + 2.0**-126)
     if not near.all():
         at = int((~near).nonzero()[0])
         raise AssertionError(
             f"element {at} of state {part.name!r} of {what} is {full[at].item():.6g} with "
-            f"state_bits=32, but is kept as {kept[at].item():.6g}; the largest magnitude in its "
+            f"state_bits=32, but is kept as {values[at].item():.6g}; the largest magnitude in its "
             f"block is {largest[at].item():.6g}"
         )

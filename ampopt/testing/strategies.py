@@ -76,16 +76,16 @@ def shapes(
             have such a size, one less, or one more.
     """
     sides = st.lists(st.integers(min_side, 7), min_size=min_dims, max_size=min(max_dims, 3))
-    found = sides.map(tuple).filter(lambda shape: math.prod(shape) <= max_elements)
+    strategy = sides.map(tuple).filter(lambda shape: math.prod(shape) <= max_elements)
     if max_dims >= 4 and max_elements >= 8:
-        found |= st.just((1, 2, 2, 2))
+        strategy |= st.just((1, 2, 2, 2))
     near = [n + d for n in boundaries for d in (0, -1, 1) if n + d > 0]
     if near and min_dims <= 1 <= max_dims:
         rarely = st.integers(0, 9)  # large tensors are slow
         return rarely.flatmap(
-            lambda n: st.sampled_from(near).map(lambda size: (size,)) if n == 9 else found
+            lambda n: st.sampled_from(near).map(lambda size: (size,)) if n == 9 else strategy
         )
-    return found
+    return strategy
 
 
 def values(dtype: torch.dtype, kind: Kind = "ordinary") -> st.SearchStrategy[Any]:
@@ -105,9 +105,9 @@ def values(dtype: torch.dtype, kind: Kind = "ordinary") -> st.SearchStrategy[Any
         return ordinary
     info = torch.finfo(dtype)
     edges = (info.max, info.tiny, info.smallest_normal * info.eps, info.max / 2, info.eps, 0.0)
-    signed = st.sampled_from([sign * edge for edge in edges for sign in (1.0, -1.0)])
+    signed_edges = st.sampled_from([sign * edge for edge in edges for sign in (1.0, -1.0)])
     anything = st.floats(-float(info.max), float(info.max))
-    return st.one_of(ordinary, signed, anything)
+    return st.one_of(ordinary, signed_edges, anything)
 
 
 def _layouts(
@@ -227,10 +227,10 @@ def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprin
         step: a gradient or ``None`` for each parameter; at least one has elements.
     """
     holders = tuple(i for i, grad in enumerate(step) if spoilable([grad]))
-    changed = list(step)
+    spoiled_step = list(step)
     for i in draw(_sampled_from(_subsets(holders, least=1))):
-        changed[i] = draw(_spoiled(step[i]))
-    return tuple(changed)
+        spoiled_step[i] = draw(_spoiled(step[i]))
+    return tuple(spoiled_step)
 
 
 def _subsets(items: tuple[int, ...], *, least: int) -> tuple[tuple[int, ...], ...]:

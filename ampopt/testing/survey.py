@@ -69,12 +69,12 @@ def found_in(module: str) -> list[type[torch.optim.Optimizer]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shown = vars(importlib.import_module(module))
+            members = vars(importlib.import_module(module))
     except ImportError:
         return []
     classes = {
         value
-        for name, value in shown.items()
+        for name, value in members.items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         if not (name.startswith("_") or inspect.isabstract(value))
     } - {torch.optim.Optimizer}
@@ -131,10 +131,10 @@ def table(findings: Sequence[Finding]) -> str:
         if finding.refused is not None:
             lines.append(f"| {finding.name} | not tried: {_in_a_cell(finding.refused)} | |")
             continue
-        said = list(finding.verdicts.values())
-        kept = f"{said.count(_KEPT)} of {len(said) - said.count(_NOT_ASKED)}"
-        broken = [f"`{name}`: {_in_a_cell(why)}" for name, why in finding.why.items()]
-        lines.append(f"| {finding.name} | {kept} | {'<br>'.join(broken)} |")
+        verdicts = list(finding.verdicts.values())
+        share = f"{verdicts.count(_KEPT)} of {len(verdicts) - verdicts.count(_NOT_ASKED)}"
+        reasons = [f"`{name}`: {_in_a_cell(why)}" for name, why in finding.why.items()]
+        lines.append(f"| {finding.name} | {share} | {'<br>'.join(reasons)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -151,16 +151,18 @@ def plot(findings: Sequence[Finding], path: str) -> None:
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
 
-    tried = [finding for finding in findings if finding.refused is None]
-    names = list(dict.fromkeys(name for finding in tried for name in finding.verdicts))
+    tried_findings = [finding for finding in findings if finding.refused is None]
+    names = list(dict.fromkeys(name for finding in tried_findings for name in finding.verdicts))
     colors = {_NOT_ASKED: "#e0e0e0", _BROKEN: "#c0392b", _KEPT: "#2e8b57"}
     order = list(colors)
-    squares = [[order.index(finding.verdicts[name]) for name in names] for finding in tried]
-    size = (3.0 + 0.22 * len(names), 4.0 + 0.2 * len(tried))
+    squares = [
+        [order.index(finding.verdicts[name]) for name in names] for finding in tried_findings
+    ]
+    size = (3.0 + 0.22 * len(names), 4.0 + 0.2 * len(tried_findings))
     figure, panel = pyplot.subplots(figsize=size, layout="constrained")
     panel.imshow(squares, cmap=ListedColormap(list(colors.values())), vmin=0, vmax=2, aspect="auto")
     panel.set_xticks(range(len(names)), [n.replace("_", " ") for n in names], rotation=90)
-    panel.set_yticks(range(len(tried)), [finding.name for finding in tried])
+    panel.set_yticks(range(len(tried_findings)), [finding.name for finding in tried_findings])
     panel.tick_params(labelsize=7)
     panel.set_title("kept (green), broken (red), not asked of every optimizer (grey)", fontsize=9)
     figure.savefig(path, dpi=150)
@@ -174,19 +176,21 @@ def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
         TypeError: the constructor requires arguments other than a learning rate, or ``extend``
             refuses the class.
     """
-    required = [
+    required_names = [
         name
         for name, parameter in list(inspect.signature(cls).parameters.items())[1:]
         if parameter.default is parameter.empty
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    unknown = [name for name in required if name not in _ARGUMENTS]
+    unknown = [name for name in required_names if name not in _ARGUMENTS]
     if unknown:
         raise TypeError(f"its constructor asks for {', '.join(unknown)}")
-    extended = cls if issubclass(cls, ampopt.Optimizer) else ampopt.extend(cls)
+    optimizer_class = cls if issubclass(cls, ampopt.Optimizer) else ampopt.extend(cls)
 
     def make(params: Any) -> Any:
-        optimizer: Any = extended(params, **{name: _ARGUMENTS[name] for name in required})
+        optimizer: Any = optimizer_class(
+            params, **{name: _ARGUMENTS[name] for name in required_names}
+        )
         if callable(getattr(optimizer, "train", None)):  # schedule-free ones require it first
             optimizer.train()
         return optimizer
@@ -248,19 +252,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.examples is not None and options.examples < 1:
         parser.error("--examples: draw 1 or more")
-    found = {
+    classes = {
         cls: None  # a dict, as an ordered set: packages export each other's classes
         for package in options.package or PACKAGES
         for cls in found_in(package)
         if not options.optimizer or cls.__name__ in options.optimizer
     }
-    if not found:
+    if not classes:
         parser.error("no optimizer was found: is the package installed?")
     findings = []
-    for finding in survey(found, examples=options.examples):
+    for finding in survey(classes, examples=options.examples):
         findings.append(finding)
-        broken = list(finding.verdicts.values()).count(_BROKEN)
-        print(finding.name, finding.refused or f"{broken} broken", flush=True)
+        n_broken = list(finding.verdicts.values()).count(_BROKEN)
+        print(finding.name, finding.refused or f"{n_broken} broken", flush=True)
     if options.output is None:
         print(table(findings))
     else:

@@ -17,18 +17,21 @@ __all__ = ["WAYS", "Trained", "assert_same_training", "seed", "start", "step_by"
 UNSCALED = Scale("none")
 
 
-def _joined(optimizer: Any, scale: Any) -> Any:
+def _step_at_once(optimizer: Any, scale: Any) -> Any:
     """Take a step by ``unscale_and_step``."""
     return optimizer.unscale_and_step(grads_scaled_by=scale)
 
 
-def _split(optimizer: Any, scale: Any) -> Any:
+def _step_in_two(optimizer: Any, scale: Any) -> Any:
     """Take a step by ``unscale`` and ``step_after_unscale``."""
     optimizer.unscale(grads_scaled_by=scale)
     return optimizer.step_after_unscale()
 
 
-WAYS: dict[str, Callable[[Any, Any], Any]] = {"unscale_and_step": _joined, "unscale, step": _split}
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "unscale_and_step": _step_at_once,
+    "unscale, step": _step_in_two,
+}
 """The two ways to take a step under a scale: in one call, or in two."""
 
 

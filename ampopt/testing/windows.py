@@ -30,7 +30,7 @@ class Windows(Machine):
     def accumulate(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
         """Set the gradients of a micro-batch and call ``accumulate``."""
         self.give_gradients(numbers, None if self.kind == "none" else bad)
-        if not any(self.unscaled):
+        if not any(self.unscaled_gradients):
             return
         found_inf, _ = self.optimizer.accumulate(grads_scaled_by=self.scale)
         assert bool(found_inf > 0) is self.overflows
@@ -42,9 +42,9 @@ class Windows(Machine):
     def with_sums(self) -> list[Blueprint | None]:
         """The present gradients plus the accumulated ones."""
         if self.sums is None:
-            return self.unscaled
-        pairs = zip(self.sums, self.unscaled, strict=True)
-        return [_added(a, b) if a and b else a or b for a, b in pairs]
+            return self.unscaled_gradients
+        pairs = zip(self.sums, self.unscaled_gradients, strict=True)
+        return [_sum_of(a, b) if a and b else a or b for a, b in pairs]
 
     @property
     def is_idle(self) -> bool:
@@ -68,7 +68,7 @@ class Windows(Machine):
 
     def end_window(self) -> None:
         """Record that the accumulated gradients are now part of the present ones."""
-        self.unscaled, self.overflows = self.with_sums(), self.overflows or self.spoilt
+        self.unscaled_gradients, self.overflows = self.with_sums(), self.overflows or self.spoilt
         self.sums, self.spoilt = None, False
 
     def forget(self) -> None:
@@ -84,7 +84,7 @@ class Windows(Machine):
                 self.optimizer.state_dict()
 
 
-def _added(a: Blueprint, b: Blueprint) -> Blueprint:
+def _sum_of(a: Blueprint, b: Blueprint) -> Blueprint:
     """The sum of two gradients, as a blueprint."""
     numbers = (a.tensor() + b.tensor()).flatten().tolist()
     return Blueprint(a.shape, tuple(numbers), a.dtype)

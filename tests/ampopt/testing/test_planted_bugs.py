@@ -50,7 +50,7 @@ def caught(bug: Bug, settings: hypothesis.settings) -> tuple[Any, str]:
         assert "`g ** 2`" in str(error)
         return error, "its line"
     if example is None:
-        calls = len(Machine.last.called) - 1
+        calls = len(Machine.last.calls) - 1
         return error, f"{calls} call{'' if calls == 1 else 's'}"
     assert isinstance(example["history"], History), error
     return error, example["history"].size
