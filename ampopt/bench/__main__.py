@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--changing only times steps: omit --ranks, --profile and --first-steps")
     if options.contender and (options.ranks or options.profile or options.first_steps):
         parser.error("--contender only times steps: omit --ranks, --profile and --first-steps")
-    known = contenders.names(device, options.masters)
-    if unknown := set(options.contender or ()) - set(known):
-        parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(known)}")
+    names = contenders.names(device, options.masters)
+    if unknown := set(options.contender or ()) - set(names):
+        parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(names)}")
     if options.part and not options.first_hour:
         parser.error("--part: names parts of --first-hour DIR, which is missing")
     if options.first_hour:
@@ -130,50 +130,50 @@ def _first_hour(
 
 def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
     """Print the table of ``--fidelity``."""
-    chosen = options.optimizer or fidelity.optimizers()
+    optimizers = options.optimizer or fidelity.optimizers()
     print(", ".join(f"{key} {value}" for key, value in report.environment(device).items()))
     print("\nlength: of the last step, in units of that with float32 states;")
     print("error: of the sum of all updates, relative;")
     print("largest: update of an element, in units of the learning rate\n")
-    for line in fidelity.table(chosen, options.fidelity):
+    for line in fidelity.table(optimizers, options.fidelity):
         print(line, flush=True)
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
     """Measure and print what the other options select: launches, first steps, or rows."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     dtype = getattr(torch, options.dtype)
-    chosen = options.optimizer or contenders.optimizers()
-    asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
-    asked["masters"] = "float32" if options.masters else None
-    asked["changing"] = workloads.CHANGING if options.changing else None
-    about = {**report.environment(device), **asked}
+    optimizers = options.optimizer or contenders.optimizers()
+    settings = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
+    settings["masters"] = "float32" if options.masters else None
+    settings["changing"] = workloads.CHANGING if options.changing else None
+    about = {**report.environment(device), **settings}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     if options.autocast:
-        given = {"rounds": options.repeats, "seconds": options.seconds, "clock": options.clock}
+        limits = {"rounds": options.repeats, "seconds": options.seconds, "clock": options.clock}
         print("\nmicroseconds of host time for each call of an operator, by the context around it:")
-        print(autocast.table(autocast.measure(device, **given)))
+        print(autocast.table(autocast.measure(device, **limits)))
         return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
     others = options.elements or options.ranks or options.sizes
-    named = options.workload or ([] if others else workloads.WORKLOADS)
-    sizes = [workloads.make(name, device, _room(device, dtype)) for name in named]
+    names = options.workload or ([] if others else workloads.WORKLOADS)
+    sizes = [workloads.make(name, device, _room(device, dtype)) for name in names]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     sizes += workloads.powers_of_two() if options.sizes else []
     sizes = sizes or list(workloads.SHARDED)
     if options.launches:
-        _print_launches(chosen, sizes, dtype, device, speed)
+        _print_launches(optimizers, sizes, dtype, device, speed)
         return
     if options.first_steps:
-        found = [
+        first_times = [
             first_steps.measure(optimizer, workload, dtype=options.dtype)
-            for workload, optimizer in itertools.product(sizes, chosen)
+            for workload, optimizer in itertools.product(sizes, optimizers)
         ]
         print(f"\nmilliseconds for the first {first_steps.STEPS} steps in all, by auto:")
         print("cold: nothing compiled before; warm: all compiled; best: the faster of torch's two")
-        print(first_steps.table(found))
+        print(first_steps.table(first_times))
         return
     with contextlib.ExitStack() as stack:
         measure = functools.partial(
@@ -184,57 +184,58 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             changing=options.changing,
             only=options.contender or (),
         )
-        left = options.seconds
+        seconds_left = options.seconds
         if options.ranks:
-            left -= time.perf_counter() - begun
-            processes = stack.enter_context(on_ranks.Processes(options.ranks, left))
-            measure, left = functools.partial(on_ranks.measure, processes), processes.left
-        measured = _measured(measure, options, sizes, chosen, device, left)
+            seconds_left -= time.perf_counter() - start
+            processes = stack.enter_context(on_ranks.Processes(options.ranks, seconds_left))
+            measure = functools.partial(on_ranks.measure, processes)
+            seconds_left = processes.seconds_left
+        bench_rows = _measure_all(measure, options, sizes, optimizers, device, seconds_left)
     if options.profile:
         return
     _note("")
-    _print(measured, device)
+    _print(bench_rows, device)
     if options.json:
-        text = json.dumps(report.as_json(measured, about, speed), indent=1)
+        text = json.dumps(report.as_json(bench_rows, about, speed), indent=1)
         Path(options.json).write_text(text + "\n")
     if options.plot:
-        plot(measured, options.plot)
+        plot(bench_rows, options.plot)
 
 
-def _measured(
+def _measure_all(
     measure: Callable[..., list[rows.BenchRow]],
     options: argparse.Namespace,
     sizes: Sequence[workloads.Workload],
-    chosen: Sequence[str],
+    optimizers: Sequence[str],
     device: torch.device,
-    left: float,
+    seconds_left: float,
 ) -> list[rows.BenchRow]:
-    """The rows of every optimizer on every workload, within ``left`` seconds if that is enough."""
-    dtype, measured = getattr(torch, options.dtype), []
-    jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
-    for done, (optimizer, workload) in enumerate(jobs):
+    """The rows of every optimizer on every workload, within ``seconds_left`` if that is enough."""
+    dtype, bench_rows = getattr(torch, options.dtype), []
+    jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
+    for n_done, (optimizer, workload) in enumerate(jobs):
         start = time.perf_counter()
         if options.profile:
             print(f"\n{overhead(optimizer, workload, dtype=dtype, device=device)}", flush=True)
             continue
-        _note(f"{done + 1}/{len(jobs)} {optimizer} {workload.name}")
+        _note(f"{n_done + 1}/{len(jobs)} {optimizer} {workload.name}")
         try:
             new = measure(
                 optimizer,
                 workload,
                 dtype=dtype,
                 rounds=options.repeats,
-                seconds=max(0.0, left) / (len(jobs) - done),
+                seconds=max(0.0, seconds_left) / (len(jobs) - n_done),
             )
         except Exception as error:  # keep the rows measured so far
             new = rows.unmeasured(optimizer, workload, device, error)
-        left = max(0.0, left - (time.perf_counter() - start))
-        measured += new
-    return measured
+        seconds_left = max(0.0, seconds_left - (time.perf_counter() - start))
+        bench_rows += new
+    return bench_rows
 
 
 def _print_launches(
-    chosen: Sequence[str],
+    optimizers: Sequence[str],
     sizes: Sequence[workloads.Workload],
     dtype: torch.dtype,
     device: torch.device,
@@ -243,7 +244,7 @@ def _print_launches(
     """Measure each launch, with and without clipping, and with master weights in half precision."""
     masters = (False,) if dtype in (torch.float32, torch.float64) else (False, True)
     for workload, optimizer, master_weights, clip in itertools.product(
-        sizes, chosen, masters, (None, 1.0)
+        sizes, optimizers, masters, (None, 1.0)
     ):
         title = f"{optimizer}, {workload.name}, {dtype}"
         title += ", masters" * master_weights + ", clipped" * (clip is not None)
@@ -262,28 +263,28 @@ def _print_launches(
             print(f"\n{title}\n{launches.table(rows, speed)}", flush=True)
 
 
-def _print(measured: list[rows.BenchRow], device: torch.device) -> None:
+def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
     """Print the tables of the rows, and what was not measured."""
     whose = "" if device.type == "cpu" else " of device time; host time is in the table below"
     print(f"\nmilliseconds a step{whose}:")
     print("each cell: median, and half of the interquartile range, of all rounds;")
     print("/best: ampopt's median over that of torch's fastest; fastest: the same of the minima;")
     print("/floor: ampopt's median over the time to move its bytes at the measured bandwidth")
-    if any(contenders.FLOAT32 in row.times for row in measured):
+    if any(contenders.FLOAT32 in row.times for row in bench_rows):
         print("/float32: ampopt's fastest round over that of its step of float32 parameters")
     print("ampopt:16 and ampopt:8 are ampopt with state_bits=16 and 8; of ampopt:8, any master")
     print("weights have master_bits=24")
-    print(report.table(measured))
-    if any(row.allocated for row in measured):
+    print(report.table(bench_rows))
+    if any(row.allocated for row in bench_rows):
         print("\nbytes allocated for each element of a parameter: of parameters, gradients, states")
         print("and master weights; time: of small states, in units of ampopt's with 32 bits")
-        print(report.memory(measured))
+        print(report.memory(bench_rows))
     if device.type == "cuda":
         print("\nbesides time, for one step")
-        print(report.costs(measured))
+        print(report.costs(bench_rows))
     missing = {
         f"{row.optimizer}, {name}: {reason}"
-        for row in measured
+        for row in bench_rows
         for name, reason in (*row.missing.items(), *row.unknown.items())
     }
     if missing:
@@ -311,13 +312,13 @@ def _note(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m ampopt.bench", description=__doc__)
-    known, others = contenders.optimizers(), contenders.others()
+    names, others = contenders.optimizers(), contenders.others()
     parser.add_argument(
         "--optimizer",
         action="append",
-        choices=list(dict.fromkeys([*known, *others, *fidelity.optimizers()])),
+        choices=list(dict.fromkeys([*names, *others, *fidelity.optimizers()])),
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}; with "
+        help=f"repeatable; default: all of {', '.join(names)}; or {', '.join(others)}; with "
         "--fidelity by default all that are made from a rule",
     )
     parser.add_argument(

@@ -31,7 +31,7 @@ def measure(
     cast.
     """
     x = torch.ones(16, device=device)
-    found = {}
+    timings = {}
     for what, call in _OPERATORS.items():
         times = interleaved(
             {name: _calls(call, x, make) for name, make in _contexts(device).items()},
@@ -41,14 +41,15 @@ def measure(
             seconds=seconds / len(_OPERATORS),
             clock=clock,
         )
-        found[what] = {name: its.host / _CALLS for name, its in times.items()}
-    return found
+        timings[what] = {name: its.host / _CALLS for name, its in times.items()}
+    return timings
 
 
-def table(found: Mapping[str, Mapping[str, float]]) -> str:
+def table(timings: Mapping[str, Mapping[str, float]]) -> str:
     """Format the results as lines, in microseconds."""
-    lines = [f"{'an operator':12}" + "".join(f"{name:>17}" for name in next(iter(found.values())))]
-    for what, times in found.items():
+    names = next(iter(timings.values()))
+    lines = [f"{'an operator':12}" + "".join(f"{name:>17}" for name in names)]
+    for what, times in timings.items():
         lines.append(f"{what:12}" + "".join(f"{1e6 * seconds:17.2f}" for seconds in times.values()))
     return "\n".join(lines)
 

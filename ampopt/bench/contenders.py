@@ -83,13 +83,13 @@ class Contender:
         name: name of the column.
         optimizer: the optimizer, over the parameters passed to :func:`enter`.
         step: function that unscales, checks for overflow, steps, and updates the scale.
-        clipped: the same, with clipping by global norm.
+        clipped_step: the same, with clipping by global norm.
     """
 
     name: str
     optimizer: torch.optim.Optimizer
     step: Callable[[], Any]
-    clipped: Callable[[], Any]
+    clipped_step: Callable[[], Any]
 
 
 def optimizers() -> list[str]:
@@ -174,10 +174,10 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
             raise NotImplementedError(f"torch has no {name} {optimizer}")
         flag = {}  # the class has one implementation, and no flags
     try:
-        made = kind(params, **settings, **flag)
+        instance = kind(params, **settings, **flag)
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
-    return _under_scaler(name, made, params)
+    return _under_scaler(name, instance, params)
 
 
 def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -196,10 +196,10 @@ def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
         raise NotImplementedError(f"torch has no {optimizer}, and pytorch_optimizer none fused")
     peer = _PEERS[optimizer]
     module: Any = importlib.import_module("pytorch_optimizer")
-    made = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
+    instance = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
     if optimizer == "LAMB":
-        made.clamp = math.inf  # by default it clamps weight norms to 10, ampopt's does not
-    return made
+        instance.clamp = math.inf  # by default it clamps weight norms to 10, ampopt's does not
+    return instance
 
 
 def _ampopt(name: str, optimizer: Any) -> Contender:
@@ -228,12 +228,12 @@ def _under_scaler(
         scaler.step(optimizer)
         scaler.update()
 
-    def clipped() -> None:
+    def clipped_step() -> None:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(params, _MAX_NORM)
         step()
 
-    return Contender(name, optimizer, step, clipped)
+    return Contender(name, optimizer, step, clipped_step)
 
 
 def _on_copies(
@@ -256,7 +256,7 @@ def _on_copies(
 
         return cast
 
-    return Contender(inner.name, inner.optimizer, around(inner.step), around(inner.clipped))
+    return Contender(inner.name, inner.optimizer, around(inner.step), around(inner.clipped_step))
 
 
 def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
@@ -266,15 +266,15 @@ def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) ->
         NotImplementedError: apex has none.
     """
     module: Any = importlib.import_module("apex.optimizers")
-    made = {
+    makers = {
         "Adam": lambda: module.FusedAdam(params, adam_w_mode=False, **settings),
         "AdamW": lambda: module.FusedAdam(params, weight_decay=1e-2, **settings),
         "SGD": lambda: module.FusedSGD(params, lr=1e-3, **settings),
         "Adagrad": lambda: module.FusedAdagrad(params, **settings),
     }
-    if optimizer not in made:
+    if optimizer not in makers:
         raise NotImplementedError(f"apex has no {optimizer}")
-    return made[optimizer]()
+    return makers[optimizer]()
 
 
 def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:

@@ -23,8 +23,8 @@ def bytes_allocated(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) 
         params: parameters of the model.
         optimizer: their optimizer after its first step, or that of copies of them, which count too.
     """
-    stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors = [tensor for param in (*params, *stepped) for tensor in (param, param.grad)]
+    optimizer_params = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors = [tensor for param in (*params, *optimizer_params) for tensor in (param, param.grad)]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -56,24 +56,24 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
             flags = optimizer.rule.flag_values(group, kind_of(group, param))
             names = [part.name for part in optimizer.rule.state_for(flags)]
             n_hyper = len(optimizer.rule.hyper_values(group))
-            reduced = set().union(*_read(optimizer.rule, flags, n_hyper, "reduce"))
-            averaged = _read(optimizer.rule, flags, n_hyper, "averages")
+            reduce_reads = set().union(*_read(optimizer.rule, flags, n_hyper, "reduce"))
+            average_reads = _read(optimizer.rule, flags, n_hyper, "averages")
             state = optimizer.state[param]
             master = optimizer._ampopt.masters.of(group, param)
-            stored, copies = (param, []) if master is None else (master, [param])
+            target, copies = (param, []) if master is None else (master, [param])
             states = [state[name] for name in names]
-            changed = _nbytes([stored, *states])
+            updated_bytes = _nbytes([target, *states])
             detect += _nbytes([param.grad])
-            read = [param.grad, stored, *states]
-            reduce += _nbytes(read[i] for i in reduced)
-            lines += sum(_nbytes(read[i] for i in term) for term in averaged)
-            update += _nbytes([param.grad, *copies]) + 2 * changed
-    moved = {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
+            read = [param.grad, target, *states]
+            reduce += _nbytes(read[i] for i in reduce_reads)
+            lines += sum(_nbytes(read[i] for i in term) for term in average_reads)
+            update += _nbytes([param.grad, *copies]) + 2 * updated_bytes
+    counts = {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
     if optimizer.rule.reduces:
-        moved |= {"reduce_kernel": reduce, "sum_kernel": 0}
+        counts |= {"reduce_kernel": reduce, "sum_kernel": 0}
     if optimizer.rule.averages is not None:
-        moved["line_kernel"] = lines
-    return moved
+        counts["line_kernel"] = lines
+    return counts
 
 
 @functools.lru_cache(maxsize=64)  # hundreds of parameters share the same arguments
@@ -89,14 +89,16 @@ def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[
     n, h = 2 + len(rule.state_for(flags)), (1.0,) * rule.widths(n_hyper).reduce
     n_read = n + (len(rule.row_column_states_for(flags)) if role == "reduce" else 0)
     with torch.enable_grad():
-        grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
-        found = []
+        grad, param, *state = tensors = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
+        indices = []
         for term in function(torch.float32)(param, grad, tuple(state), h, flags):
-            used = [None] * n_read
+            grads = [None] * n_read
             if term.requires_grad:
-                used = torch.autograd.grad(term.sum(), given, retain_graph=True, allow_unused=True)
-            found.append({i for i, gradient in enumerate(used[:n]) if gradient is not None})
-    return found
+                grads = torch.autograd.grad(
+                    term.sum(), tensors, retain_graph=True, allow_unused=True
+                )
+            indices.append({i for i, gradient in enumerate(grads[:n]) if gradient is not None})
+    return indices
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

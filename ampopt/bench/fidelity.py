@@ -132,12 +132,12 @@ def table(names: Sequence[str], steps: int) -> Iterator[str]:
     for name in names:
         ways = {"16 bits": maker(name, 16), "8 bits": maker(name, 8)}
         ways |= peers(LR) if name == "AdamW" else {}
-        found = {
+        results = {
             label: compare(maker(name, 32), list(ways.values()), *kind, steps)
             for label, kind in KINDS.items()
         }
         for (i, way), label in itertools.product(enumerate(ways), KINDS):
-            of = found[label][i]
+            of = results[label][i]
             yield (
                 f"| {name} | {way} | {label} | {of.length:.3f} | {of.error:.3f} | "
                 f"{of.largest:.3g} | {of.largest_exact:.3g} |"

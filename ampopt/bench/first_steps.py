@@ -66,11 +66,11 @@ def measure(optimizer: str, workload: workloads.Workload, *, dtype: str) -> Firs
     return FirstSteps(optimizer, workload.name, torchs, cold[ours], warm[ours])
 
 
-def table(found: Sequence[FirstSteps]) -> str:
+def table(results: Sequence[FirstSteps]) -> str:
     """Format the results as lines, in milliseconds."""
     columns = (*_TORCHS, "cold", "warm", "cold/best", "warm/best")
     lines = [f"{'optimizer':12} {'workload':16}" + "".join(f"{name:>11}" for name in columns)]
-    for row in found:
+    for row in results:
         times = [1e3 * x for x in (*row.torchs.values(), row.cold, row.warm)]
         ratios = [row.cold / row.best, row.warm / row.best]
         numbers = [f"{x:11.1f}" for x in times] + [f"{x:11.2f}" for x in ratios]
@@ -91,7 +91,7 @@ def times(
     torch.set_num_threads(threads)
     ampopt.set_backend(backend)
     workload = workloads.Workload("", tuple(map(tuple, shapes)))
-    found = {}
+    seconds = {}
     for name in (*_TORCHS, contenders.AMPOPT):
         params = workload.parameters(getattr(torch, dtype), torch.device("cpu"))
         gradients = workloads.Gradients(params)
@@ -101,20 +101,20 @@ def times(
             start = time.perf_counter()
             step()
             total += time.perf_counter() - start
-        found[name] = total
-    return found
+        seconds[name] = total
+    return seconds
 
 
 def _in_a_process(options: Mapping[str, Any], cache: str) -> dict[str, float]:
     """Return what :func:`times` returns in a new process with ``cache`` as cache folder."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "ampopt.bench.first_steps", json.dumps(options)],
         env={**os.environ, "XDG_CACHE_HOME": cache},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 if __name__ == "__main__":

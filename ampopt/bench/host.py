@@ -51,10 +51,11 @@ def main() -> None:
             for tensors in _TENSORS:
                 with _no_launches(tensors):
                     times = [_of_steps(name, tensors, moves) for moves in (False, True)]
-                (plain, clipped), moved = times
+                (plain, clipped), (new_plain, new_clipped) = times
                 print(
                     f"{name}, {tensors} tensors: {plain:.0f} us a step, {clipped:.0f} with "
-                    f"clipping; {moved[0]:.0f} and {moved[1]:.0f} with gradients at new addresses",
+                    f"clipping; {new_plain:.0f} and {new_clipped:.0f} with gradients at new "
+                    "addresses",
                     flush=True,
                 )
     finally:
@@ -67,12 +68,12 @@ def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
     workload = workloads.Workload(name, ((64,),) * tensors)
     params = workload.parameters(torch.float32, torch.device("cpu"))
     turns = itertools.cycle([workloads.Gradients(params) for _ in range(1 + moves)])
-    entered = contenders.enter("fused" if name[0] == "t" else contenders.AMPOPT, "AdamW", params)
+    contender = contenders.enter("fused" if name[0] == "t" else contenders.AMPOPT, "AdamW", params)
 
     def restore() -> None:
         next(turns).restore()
 
-    return _microseconds(entered.step, restore), _microseconds(entered.clipped, restore)
+    return _microseconds(contender.step, restore), _microseconds(contender.clipped_step, restore)
 
 
 @contextmanager

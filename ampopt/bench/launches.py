@@ -64,42 +64,42 @@ def measure(
         )
     params = workload.parameters(dtype, device)
     gradients = Gradients(params)
-    made = getattr(ampopt, optimizer)(params, master_weights=master_weights)
+    instance = getattr(ampopt, optimizer)(params, master_weights=master_weights)
     scale: Any = ampopt.DynamicLossScale(init_scale=SCALE)
 
     def step() -> None:
         nonlocal scale
-        scale = made.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm).scale
+        scale = instance.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm).scale
 
     warmed(step, gradients.restore)
-    recorded: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     launch = backend._launch
 
-    def record(*given: Any) -> None:
-        recorded.append(given)
-        launch(*given)
+    def record(*arguments: Any) -> None:
+        calls.append(arguments)
+        launch(*arguments)
 
     gradients.restore()
     with mock.patch.object(backend, "_launch", record):
         step()
-    moved = bytes_by_kernel(made)
-    rows = [_timed("step", step, device, sum(moved.values()), gradients.restore)]
+    kernel_bytes = bytes_by_kernel(instance)
+    rows = [_time_launch("step", step, device, sum(kernel_bytes.values()), gradients.restore)]
     programs: Counter[str] = Counter()
-    for _, kernel, n, _ in recorded:
+    for _, kernel, n, _ in calls:
         programs[kernel.fn.__name__] += n
-    for given in recorded:
-        name, n = given[1].fn.__name__, given[2]
+    for arguments in calls:
+        name, n = arguments[1].fn.__name__, arguments[2]
         # Each kind of parameter has its own launch, so split the bytes by number of programs.
-        share = moved[name] * n // programs[name]
-        rows.append(_timed(name, functools.partial(launch, *given), device, share))
+        share = kernel_bytes[name] * n // programs[name]
+        rows.append(_time_launch(name, functools.partial(launch, *arguments), device, share))
     return rows
 
 
-def _timed(
+def _time_launch(
     name: str,
     call: Callable[[], object],
     device: torch.device,
-    moved: int,
+    n_bytes: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LaunchTimes:
     """Time a launch, host and device, in :data:`_ROUNDS` rounds; ``restore`` is not timed."""
@@ -109,7 +109,7 @@ def _timed(
         hosts.append(host_seconds(call, device))
         restore()
         devices.append(device_seconds(call, device, hosts[-1]))
-    return LaunchTimes(name, statistics.median(hosts), statistics.median(devices), moved)
+    return LaunchTimes(name, statistics.median(hosts), statistics.median(devices), n_bytes)
 
 
 def table(rows: list[LaunchTimes], bandwidth: float | None) -> str:

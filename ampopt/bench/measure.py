@@ -30,11 +30,11 @@ __all__ = [
 def _since(clock: Callable[[], float]) -> Callable[[], Callable[[], float]]:
     """A clock of :data:`CLOCKS`, from a function that returns a time in seconds."""
 
-    def started() -> Callable[[], float]:
+    def begin() -> Callable[[], float]:
         start = clock()
         return lambda: clock() - start
 
-    return started
+    return begin
 
 
 def _of_each_thread() -> dict[str, float]:
@@ -47,11 +47,11 @@ def _busiest() -> Callable[[], float]:
     """Start the clock ``busiest``; see :data:`CLOCKS`."""
     others, own = _of_each_thread(), time.thread_time()
 
-    def taken() -> float:
+    def elapsed() -> float:
         mine = time.thread_time() - own  # read first, because the next line takes time
         return max([mine, *(x - others.get(t, 0.0) for t, x in _of_each_thread().items())])
 
-    return taken
+    return elapsed
 
 
 CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
@@ -136,7 +136,7 @@ def interleaved(
     rounds: int,
     seconds: float = 0.0,
     clock: str = "wall",
-    failed: dict[str, str] | None = None,
+    failures: dict[str, str] | None = None,
     goes_on: Callable[[], bool] | None = None,
     restores: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> dict[str, Times]:
@@ -153,7 +153,7 @@ def interleaved(
         seconds: time after which no round starts, except that the first three always run, if
             ``rounds`` allows. Ignored with ``goes_on``.
         clock: a key of :data:`CLOCKS`, used on the CPU.
-        failed: dict that gets the reason for each step that raises; the other steps continue.
+        failures: dict that gets the reason for each step that raises; the other steps continue.
             ``None`` lets the exception through.
         goes_on: function called after each round; it returns whether another round starts.
         restores: for steps with gradients of their own, what to call in place of ``restore``.
@@ -164,26 +164,26 @@ def interleaved(
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
     hosts: dict[str, list[float]] = {name: [] for name in order}
-    timed = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device, restore)
+    timer = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device, restore)
     with _no_collection():
         end = time.perf_counter() + seconds
-        for done in range(rounds):
-            if done >= 3 and goes_on is None and time.perf_counter() > end:
+        for n_done in range(rounds):
+            if n_done >= 3 and goes_on is None and time.perf_counter() > end:
                 break
-            if done and goes_on is not None and not goes_on():
+            if n_done and goes_on is not None and not goes_on():
                 break
-            first = done % max(1, len(order))
+            first = n_done % max(1, len(order))
             for name in order[first:] + order[:first]:
                 restores.get(name, restore)()
                 try:
-                    taken, host = timed(steps[name])
+                    seconds_taken, host = timer(steps[name])
                 except Exception as error:
-                    if failed is None:
+                    if failures is None:
                         raise
-                    failed[name] = reason(error)
+                    failures[name] = reason(error)
                     order.remove(name)
                     continue
-                times[name].append(taken)
+                times[name].append(seconds_taken)
                 hosts[name].append(host)
     return {name: Times.of(times[name], hosts[name]) for name in steps if name in order}
 
@@ -201,13 +201,13 @@ def _on_cpu(
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
     """A timer by ``clock``, whose device time is the host time."""
 
-    def timed(step: Callable[[], object]) -> tuple[float, float]:
+    def timer(step: Callable[[], object]) -> tuple[float, float]:
         since = clock()
         step()
-        taken = since()
-        return taken, taken
+        elapsed = since()
+        return elapsed, elapsed
 
-    return timed
+    return timer
 
 
 def _on_cuda(
@@ -216,13 +216,13 @@ def _on_cuda(
     """Return a timer that runs a step twice: once for host time, once for device time."""
     flush = torch.empty(_L2, dtype=torch.int8, device=device)
 
-    def timed(step: Callable[[], object]) -> tuple[float, float]:
+    def timer(step: Callable[[], object]) -> tuple[float, float]:
         host = host_seconds(step, device)
         restore()
         flush.zero_()
         return device_seconds(step, device, host), host
 
-    return timed
+    return timer
 
 
 def host_seconds(step: Callable[[], object], device: torch.device) -> float:

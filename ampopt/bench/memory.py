@@ -35,11 +35,11 @@ class Streams:
         """Make the passes, on arrays that no cache holds."""
         a, b = (torch.ones(_BEYOND_CACHES, device=device) for _ in range(2))
         steps: dict[str, Callable[[], object]] = {"stream: copy": lambda: b.copy_(a)}
-        moved = {"stream: copy": 2 * a.nbytes}
+        pass_bytes = {"stream: copy": 2 * a.nbytes}
         if device.type == "cpu":
             steps |= {"stream: scale": lambda: a.mul_(1.0), "stream: add": lambda: a.add_(b)}
-            moved |= {"stream: scale": 2 * a.nbytes, "stream: add": 3 * a.nbytes}
-        return Streams(steps, moved)
+            pass_bytes |= {"stream: scale": 2 * a.nbytes, "stream: add": 3 * a.nbytes}
+        return Streams(steps, pass_bytes)
 
     def bandwidth(self, times: Mapping[str, Times]) -> float | None:
         """Bytes per second of the fastest pass, by median; ``None`` if no pass could run."""
@@ -50,5 +50,5 @@ class Streams:
 def bandwidth(device: torch.device, clock: str = "wall") -> float | None:
     """Measure the memory bandwidth now, in bytes per second, with nothing else running."""
     streams = Streams.on(device)
-    timed = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)
-    return streams.bandwidth(timed)
+    times = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)
+    return streams.bandwidth(times)

@@ -77,7 +77,7 @@ class Processes:
             self._folder = None
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds left for measurements."""
         return self._until - time.perf_counter()
 
@@ -162,7 +162,7 @@ def measure(
         TimeoutError: no time is left.
         RuntimeError: a rank ended with an error; the message has the last line of it.
     """
-    if processes.left <= 0:
+    if processes.seconds_left <= 0:
         raise TimeoutError(_OUT_OF_TIME)
     options = {
         "optimizer": optimizer,
@@ -170,11 +170,11 @@ def measure(
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "seconds": seconds,
-        "left": processes.left,
+        "seconds_left": processes.seconds_left,
         "backend": ampopt.get_backend(),
         "threads": max(1, torch.get_num_threads() // processes.ranks),
     }
-    found = processes.times(options)
+    results = processes.times(options)
     row = BenchRow(
         optimizer=optimizer,
         workload=workload.name,
@@ -191,21 +191,21 @@ def measure(
         replace(
             row,
             clip=clip,
-            times={name: Times(**times) for name, times in seen["times"].items()},
-            missing=seen["missing"],
-            doubt=_doubt(seen),
+            times={name: Times(**times) for name, times in result["times"].items()},
+            missing=result["missing"],
+            doubt=_doubt(result),
         )
-        for clip, seen in zip((False, True), found, strict=True)
+        for clip, result in zip((False, True), results, strict=True)
     ]
 
 
-def _doubt(seen: Mapping[str, Any]) -> str | None:
+def _doubt(result: Mapping[str, Any]) -> str | None:
     """Why the times must not be compared with targets; ``None`` if they may be."""
-    rounds = min((times["rounds"] for times in seen["times"].values()), default=0)
+    rounds = min((times["rounds"] for times in result["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
         return f"{rounds} of {_ENOUGH_ROUNDS} rounds"
-    if seen["waited"] > _CALM:
-        return f"{seen['waited']:.0%} of the time without a core"
+    if result["waited"] > _CALM:
+        return f"{result['waited']:.0%} of the time without a core"
     return None
 
 
@@ -216,7 +216,7 @@ def _times(
     dtype: str,
     rounds: int,
     seconds: float,
-    left: float,
+    seconds_left: float,
     backend: str,
     threads: int,
 ) -> list[dict[str, Any]]:
@@ -229,7 +229,7 @@ def _times(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    until = time.perf_counter() + left
+    until = time.perf_counter() + seconds_left
     torch.set_num_threads(threads)
     ampopt.set_backend(backend)
     device, world = torch.device("cpu"), torch.distributed.get_world_size()
@@ -254,16 +254,16 @@ def _times(
             raise TimeoutError(_OUT_OF_TIME)
         warmed(step, restore)
 
-    entered, missing = [], {}
+    contestants, missing = [], {}
     for name in NAMES:
         try:
-            entered.append(contenders.enter(name, optimizer, params))
+            contestants.append(contenders.enter(name, optimizer, params))
         except NotImplementedError as error:
             missing[name] = reason(error)
-    found = []
+    results = []
     for clip in (False, True):
-        steps = {c.name: c.clipped if clip else c.step for c in entered}
-        times, waited = {}, 0.0
+        steps = {c.name: c.clipped_step if clip else c.step for c in contestants}
+        times, wait = {}, 0.0
         try:
             for step in steps.values():
                 warm(step)
@@ -276,18 +276,18 @@ def _times(
                 rounds=rounds,
                 goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,
             )
-            waited = _seconds_without_a_core() - before
-            waited = -_least(-waited / (time.perf_counter() - start))
+            wait = _seconds_without_a_core() - before
+            wait = -_least(-wait / (time.perf_counter() - start))
         except TimeoutError as error:  # raised on all ranks, because they compare the minimum
             missing = {**dict.fromkeys(steps, str(error)), **missing}
-        found.append(
+        results.append(
             {
                 "times": {name: t.as_dict() for name, t in times.items()},
                 "missing": missing,
-                "waited": waited,
+                "waited": wait,
             }
         )
-    return found
+    return results
 
 
 def _begin_together() -> None:
@@ -301,9 +301,9 @@ def _begin_together() -> None:
 
 def _least(number: float) -> float:
     """All-reduce the minimum of ``number``, so that all ranks take the same decision."""
-    said = torch.tensor(number, dtype=torch.float64)
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
-    return said.item()
+    minimum = torch.tensor(number, dtype=torch.float64)
+    torch.distributed.all_reduce(minimum, torch.distributed.ReduceOp.MIN)
+    return minimum.item()
 
 
 def _seconds_without_a_core() -> float:
@@ -324,9 +324,9 @@ def _main(ranks: str, rank: str, folder: str) -> None:
     if rank == "0":
         print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        found = _times(**json.loads(line))
+        results = _times(**json.loads(line))
         if rank == "0":
-            print(json.dumps(found), flush=True)
+            print(json.dumps(results), flush=True)
     torch.distributed.destroy_process_group()
 
 

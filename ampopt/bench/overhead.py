@@ -49,11 +49,11 @@ def overhead(
         f"{'us':>8} {'calls':>8}  function",
     ]
     for place, (_, calls, own, *_) in sorted(stats.items(), key=lambda s: -s[1][2])[:entries]:
-        lines.append(f"{own / steps * 1e6:8.1f} {calls / steps:8.1f}  {_named(*place)}")
+        lines.append(f"{own / steps * 1e6:8.1f} {calls / steps:8.1f}  {_name_of(*place)}")
     return "\n".join(lines)
 
 
-def _named(path: str, line: int, name: str) -> str:
+def _name_of(path: str, line: int, name: str) -> str:
     """A function of the profile: two folders of its path, line and name."""
     if path == "~":
         return name

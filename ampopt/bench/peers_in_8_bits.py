@@ -22,18 +22,18 @@ def peers(lr: float) -> dict[str, Callable[[Sequence[Tensor]], Any]]:
         lr: the learning rate.
     """
     options = {"lr": lr, "weight_decay": 0.0}
-    found: dict[str, Callable[[Sequence[Tensor]], Any]] = {
+    makers: dict[str, Callable[[Sequence[Tensor]], Any]] = {
         "FlashOptim 0.1.4, transcribed": lambda params: FlashOptimStates(params, lr)
     }
     if version := version_of("torchao"):
-        found[f"torchao {version}"] = lambda params: _Uncompiled(
+        makers[f"torchao {version}"] = lambda params: _Uncompiled(
             importlib.import_module("torchao.optim").AdamW8bit(params, **options)
         )
     if version := version_of("bitsandbytes"):
-        found[f"bitsandbytes {version}"] = lambda params: importlib.import_module(
+        makers[f"bitsandbytes {version}"] = lambda params: importlib.import_module(
             "bitsandbytes.optim"
         ).AdamW8bit(params, **options)
-    return found
+    return makers
 
 
 class _Uncompiled:

@@ -36,18 +36,18 @@ def plot(rows: Sequence[BenchRow], path: str) -> None:
     )
     columns = list(dict.fromkeys(column for row in rows for column in row.times))
     for panel, name in zip(panels[0], names, strict=True):
-        shown = [row for row in rows if row.workload == name]
+        panel_rows = [row for row in rows if row.workload == name]
         thickness = 0.8 / max(1, len(columns))
         for i, column in enumerate(columns):
-            there = [(y, row) for y, row in enumerate(shown) if column in row.times]
+            there = [(y, row) for y, row in enumerate(panel_rows) if column in row.times]
             panel.barh(
                 [y + i * thickness for y, _ in there],
                 [row.times[column].median / _unit(row) for _, row in there],
                 height=thickness,
                 label=column,
             )
-        labels = [f"{row.optimizer}{', clipped' if row.clip else ''}" for row in shown]
-        panel.set_yticks([y + 0.4 - thickness / 2 for y in range(len(shown))], labels)
+        labels = [f"{row.optimizer}{', clipped' if row.clip else ''}" for row in panel_rows]
+        panel.set_yticks([y + 0.4 - thickness / 2 for y in range(len(panel_rows))], labels)
         panel.invert_yaxis()
         panel.axvline(1.0, color="black", linewidth=0.8)
         panel.set_title(name)

@@ -19,7 +19,7 @@ __all__ = ["as_json", "costs", "environment", "memory", "table"]
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The conditions of the figures: hardware, versions, load and settings."""
-    found: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -33,9 +33,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "backend": ampopt.get_backend(),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = torch.version.cuda
-    return found
+        conditions["gpu"] = torch.cuda.get_device_name(device)
+        conditions["cuda"] = torch.version.cuda
+    return conditions
 
 
 def as_json(
@@ -71,7 +71,7 @@ def table(rows: Sequence[BenchRow]) -> str:
         withheld = "-" if row.doubt is None else f"not judged: {row.doubt}"
         cells.append("; ".join(map(str, verdicts_on(row))) or withheld)
         lines.append(cells)
-    return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
+    return _as_columns(lines, left=(0, 1, 2, len(lines[0]) - 1))
 
 
 def costs(rows: Sequence[BenchRow]) -> str:
@@ -96,7 +96,7 @@ def costs(rows: Sequence[BenchRow]) -> str:
                     "-" if cost is None else f"{cost.extra_bytes / 1e6:.1f}",
                 ]
             )
-    return _aligned(lines, left=(0, 1, 2, 3))
+    return _as_columns(lines, left=(0, 1, 2, 3))
 
 
 def memory(rows: Sequence[BenchRow]) -> str:
@@ -113,7 +113,7 @@ def memory(rows: Sequence[BenchRow]) -> str:
         shares = [_share(row, name) for name in SMALL]
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         lines.append([row.optimizer, row.workload, "yes" if row.clip else "no", *cells])
-    return _aligned(lines, left=(0, 1, 2))
+    return _as_columns(lines, left=(0, 1, 2))
 
 
 def _share(row: BenchRow, name: str) -> float | None:
@@ -128,7 +128,7 @@ def _milliseconds(median: float, spread: float) -> str:
     return f"{median * 1e3:.{digits}f} ±{spread * 1e3:.{digits}f}"
 
 
-def _aligned(lines: list[list[str]], left: tuple[int, ...]) -> str:
+def _as_columns(lines: list[list[str]], left: tuple[int, ...]) -> str:
     """``lines`` of cells as text in columns; those numbered in ``left`` are flush left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(

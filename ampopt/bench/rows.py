@@ -162,32 +162,32 @@ def measure(
     gradients = workloads.Gradients(params, absent)
     wide = workload.parameters(torch.float32, device) if masters else []
     restores = {contenders.FLOAT32: workloads.Gradients(wide, absent).restore} if masters else {}
-    entered: list[contenders.Contender] = []
-    failed: dict[str, str] = {}
+    contestants: list[contenders.Contender] = []
+    failures: dict[str, str] = {}
     allocated: dict[str, int] = {}
-    moved = 0
+    n_bytes = 0
     for name in only or contenders.names(device, masters):
-        stepped, restore = params, gradients.restore
+        own_params, restore = params, gradients.restore
         if name in restores:
-            stepped, restore = wide, restores[name]
+            own_params, restore = wide, restores[name]
         try:
-            contender = contenders.enter(name, optimizer, stepped, masters)
+            contender = contenders.enter(name, optimizer, own_params, masters)
             warmed(contender.step, restore)
-            warmed(contender.clipped, restore)
+            warmed(contender.clipped_step, restore)
         except Exception as error:  # a third-party optimizer may raise anything
-            failed[name] = reason(error)
+            failures[name] = reason(error)
             continue
-        entered.append(contender)
-        allocated[name] = bytes_allocated(stepped, contender.optimizer)
+        contestants.append(contender)
+        allocated[name] = bytes_allocated(own_params, contender.optimizer)
         if name == contenders.AMPOPT:
-            moved = round(_moved(contender.optimizer) * (1 - absent))
+            n_bytes = round(_bytes_moved(contender.optimizer) * (1 - absent))
     gradients.restore()
     without_floor: dict[str, str] = {}
-    streams = _streams(moved, device, without_floor)
+    streams = _streams(n_bytes, device, without_floor)
     rows = []
     for clip in (False, True):
-        missing, unknown = dict(failed), dict(without_floor)
-        steps = {c.name: c.clipped if clip else c.step for c in entered}
+        missing, unknown = dict(failures), dict(without_floor)
+        steps = {c.name: c.clipped_step if clip else c.step for c in contestants}
         times = interleaved(
             {**steps, **({} if streams is None else streams.steps)},
             gradients.restore,
@@ -195,7 +195,7 @@ def measure(
             rounds=rounds,
             seconds=seconds / 2,
             clock=clock,
-            failed=missing,
+            failures=missing,
             restores=restores,
         )
         for name in streams.steps if streams is not None else ():
@@ -215,7 +215,7 @@ def measure(
                 device=device.type,
                 tensors=len(workload.shapes),
                 elements=workload.elements,
-                bytes=moved,
+                bytes=n_bytes,
                 bandwidth=None if streams is None else streams.bandwidth(times),
                 times={name: times[name] for name in steps if name in times},
                 missing=missing,
@@ -239,9 +239,9 @@ def unmeasured(
     ]
 
 
-def _streams(moved: int, device: torch.device, unknown: dict[str, str]) -> Streams | None:
-    """The passes that measure the bandwidth; ``None`` if caches may hold ``moved`` bytes."""
-    if moved <= _CACHES:
+def _streams(n_bytes: int, device: torch.device, unknown: dict[str, str]) -> Streams | None:
+    """The passes that measure the bandwidth; ``None`` if caches may hold ``n_bytes``."""
+    if n_bytes <= _CACHES:
         return None
     try:
         return Streams.on(device)
@@ -257,6 +257,6 @@ def _let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _moved(optimizer: torch.optim.Optimizer) -> int:
+def _bytes_moved(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that a step moves; 0 for an optimizer without a rule."""
     return bytes_moved(optimizer) if isinstance(optimizer, ampopt.ElementwiseOptimizer) else 0

@@ -150,13 +150,13 @@ class Gradients:
             generator = torch.Generator(param.device).manual_seed(1)
             value = torch.randn(param.shape, generator=generator, device=param.device)
             self._values.append(value.mul_(_TYPICAL * SCALE).to(param.dtype))
-        self._given = [torch.empty_like(value) for value in self._values]
+        self._gradients = [torch.empty_like(value) for value in self._values]
 
     def restore(self) -> None:
         """Give every parameter its gradient back."""
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(self._given, self._values)
-        for param, given in zip(self._params, self._given, strict=True):
-            param.grad = given.detach()
+        copy(self._gradients, self._values)
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            param.grad = gradient.detach()
         for place in self._random.sample(range(len(self._params)), self._n_absent):
             self._params[place].grad = None

@@ -243,10 +243,10 @@ def _torchs(cls: type[Any]) -> type[Any]:
     Raises:
         NotRunHere: torch has no such optimizer.
     """
-    found = getattr(torch.optim, cls.__name__, None)
-    if found is None:
+    torch_class = getattr(torch.optim, cls.__name__, None)
+    if torch_class is None:
         raise NotRunHere("torch has no optimizer of that name")
-    return found
+    return torch_class
 
 
 def _refuse_to_look(look: str) -> None:

@@ -76,10 +76,10 @@ def page(classes: Iterable[type[Any]]) -> str:
         lines.append([f"`{cls.__name__}`"])
         for column in CELLS:
             try:
-                said = verdict(cls, column)
+                text = verdict(cls, column)
             except AssertionError as error:
                 raise AssertionError(f"{cls.__name__}, {column}: {error}") from error
-            kind, _, why = said.partition(": ")
+            kind, _, why = text.partition(": ")
             number = f" ({reasons.setdefault(why, len(reasons) + 1)})" if why else ""
             lines[-1].append(kind + number)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

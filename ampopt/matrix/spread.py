@@ -11,7 +11,7 @@ __all__ = ["ddp", "fsdp2", "tensor_parallel"]
 
 _Spread = Callable[[Module], Any]
 
-_held: list[Any] = []
+_groups: list[Any] = []
 """The last process group of one rank, kept alive so that it outlives its models.
 
 If ``DistributedDataParallel`` held the last reference to a group, its reducer would join the
@@ -51,7 +51,7 @@ def _group_of_one() -> Iterator[Any]:
 
     dist: Any = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    _held[:] = [dist.group.WORLD]
+    _groups[:] = [dist.group.WORLD]
     try:
         yield init_device_mesh("cpu", (1,))
     finally:

@@ -8,7 +8,7 @@ from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import device_seconds
 from ampopt.bench.memory import bandwidth
 
-__all__ = ["STORAGES", "predicted", "run"]
+__all__ = ["STORAGES", "prediction_of", "run"]
 
 STORAGES = {
     "float32": (torch.float32, False),
@@ -58,9 +58,9 @@ def run(record: PartRecord, device: torch.device) -> None:
                 for row in rows:
                     share = row.bytes / row.device / speed
                     name = row.name.removesuffix("_kernel")
-                    expected = predicted(power, storage, name, clipped=clip is not None)
+                    prediction = prediction_of(power, storage, name, clipped=clip is not None)
                     if row.bytes:
-                        record.figure(f"{what}: {name}", share, "of copy", expected)
+                        record.figure(f"{what}: {name}", share, "of copy", prediction)
                     record.figure(f"{what}: {name}, device", row.device * 1e6, "us")
 
 
@@ -71,7 +71,7 @@ def _copies(mib: int, device: torch.device) -> float:
     return 2 * a.nbytes / min(times)
 
 
-def predicted(power: int, storage: str, launch: str, *, clipped: bool) -> float | None:
+def prediction_of(power: int, storage: str, launch: str, *, clipped: bool) -> float | None:
     """The predicted bandwidth of a launch, as a share of a copy's; ``None`` if not predicted.
 
     Args:

@@ -23,15 +23,15 @@ def run(record: PartRecord, device: torch.device) -> None:
         record.skip("capture", f"{device} has no CUDA graphs")
         return
     with record.trying("TrainStep"):
-        _trained(record, device, "alone")
+        _train(record, device, "alone")
     how = "while a thread pins memory"
     with record.trying(f"TrainStep {how}"), _pinning(device):
-        _trained(record, device, how)
+        _train(record, device, how)
     with record.trying("a graph captured by hand"):
         _by_hand(record, device)
 
 
-def _trained(record: PartRecord, device: torch.device, how: str) -> None:
+def _train(record: PartRecord, device: torch.device, how: str) -> None:
     """Train by a CUDA graph: check that it captures, learns, and replays without waiting."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)]
@@ -47,8 +47,8 @@ def _trained(record: PartRecord, device: torch.device, how: str) -> None:
     for _ in range(30):
         losses.append(step(inputs, targets).loss)
         schedule.step()
-    captured = step._captured_steps is not None and step._captured_steps._capture is not None
-    record.check(f"TrainStep captures, {how}", captured)
+    has_captured = step._captured_steps is not None and step._captured_steps._capture is not None
+    record.check(f"TrainStep captures, {how}", has_captured)
     falls = bool(losses[-1] < losses[0])
     record.check(f"the loss falls, {how}", falls, [losses[0].item(), losses[-1].item()])
     if device.type == "cuda":

@@ -24,18 +24,18 @@ def _two(record: PartRecord) -> None:
     if torch.cuda.device_count() < 2:
         record.skip("two devices", "there is only one CUDA device")
         return
-    for clipped in (None, 1.0):
+    for max_norm in (None, 1.0):
         params = [torch.nn.Parameter(torch.ones(5000, device=f"cuda:{i}")) for i in (0, 1)]
         optimizer = ampopt.AdamW(params)
         for _ in range(2):
             for p in params:
                 p.grad = torch.ones_like(p)
-            if clipped is None:
+            if max_norm is None:
                 optimizer.step()
             else:
-                optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=clipped)
+                optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=max_norm)
         same = torch.equal(params[0].cpu(), params[1].cpu())
-        record.check(f"two devices, max_norm={clipped}", same)
+        record.check(f"two devices, max_norm={max_norm}", same)
 
 
 def _states_on_the_host(record: PartRecord, device: torch.device) -> None:
@@ -47,11 +47,11 @@ def _states_on_the_host(record: PartRecord, device: torch.device) -> None:
     param.grad = None
     param.data = param.data.to(device)
     param.grad = torch.ones_like(param)
-    said = "states followed"
+    message = "states followed"
     try:
         optimizer.step()
     except (RuntimeError, ValueError) as error:
-        said = str(error)
+        message = str(error)
     torch.cuda.synchronize(device)
-    right = "device" in said or said == "states followed"
-    record.check("states on the host", right and bool(param.isfinite().all()), said)
+    right = "device" in message or message == "states followed"
+    record.check("states on the host", right and bool(param.isfinite().all()), message)

@@ -39,9 +39,9 @@ def run(record: PartRecord, device: torch.device) -> None:
     params = workloads.make("small", device).parameters(torch.float32, device)
     gradients = workloads.Gradients(params)
     for name in ("fused", "foreach"):
-        entered = contenders.enter(name, "AdamW", params)
-        warmed(entered.step, gradients.restore)
-        for how, step in (("", entered.step), (", clipped", entered.clipped)):
+        contender = contenders.enter(name, "AdamW", params)
+        warmed(contender.step, gradients.restore)
+        for how, step in (("", contender.step), (", clipped", contender.clipped_step)):
             figure = _median(step, gradients.restore, device)
             record.figure(f"torch {name}, GradScaler{how}", figure, "us")
 
@@ -50,10 +50,10 @@ def _ours(record: PartRecord, device: torch.device, how: str) -> None:
     """Measure ampopt, with gradients at the same and at other addresses in each step."""
     params = workloads.make("small", device).parameters(torch.float32, device)
     gradients = workloads.Gradients(params)
-    entered = contenders.enter(contenders.AMPOPT, "AdamW", params)
-    warmed(entered.step, gradients.restore)
+    contender = contenders.enter(contenders.AMPOPT, "AdamW", params)
+    warmed(contender.step, gradients.restore)
     with sync_debug_mode("error") if device.type == "cuda" else nullcontext():
-        entered.step()
+        contender.step()
     record.check(f"a step does not synchronize, {how}", True)
     sets = [[torch.ones_like(p) for p in params] for _ in range(2)]
 
@@ -63,9 +63,9 @@ def _ours(record: PartRecord, device: torch.device, how: str) -> None:
             p.grad = grad
 
     for what, step, before in (
-        ("", entered.step, gradients.restore),
-        (", clipped", entered.clipped, gradients.restore),
-        (", gradients at other addresses in each step", entered.step, move),
+        ("", contender.step, gradients.restore),
+        (", clipped", contender.clipped_step, gradients.restore),
+        (", gradients at other addresses in each step", contender.step, move),
     ):
         record.figure(f"ampopt{what}, {how}", _median(step, before, device), "us")
 

@@ -39,10 +39,10 @@ def run(record: PartRecord, device: torch.device, rules: tuple[str, ...] = RULES
         for dtype, options in _STORAGE:
             limit = 1e-2 if "state_bits" in options else _LIMITS.get(dtype, 1e-2)
             for shift in (0, 1):  # offset in elements; 1 makes no address aligned
-                stored = [str(dtype)[6:], *(f"{key}={value}" for key, value in options.items())]
-                what = ", ".join([name, *stored]) + ", shifted" * shift
+                storage = [str(dtype)[6:], *(f"{key}={value}" for key, value in options.items())]
+                what = ", ".join([name, *storage]) + ", shifted" * shift
                 with record.trying(what):
-                    ends = [_trained(name, b, dtype, options, shift, device) for b in _BACKENDS]
+                    ends = [_train(name, b, dtype, options, shift, device) for b in _BACKENDS]
                     worst = max(map(_difference, *(params for params, _ in ends)))
                     same = worst <= limit and ends[0][1] == ends[1][1]
                     detail = {"difference": worst, "scales": [end[1] for end in ends]}
@@ -52,7 +52,7 @@ def run(record: PartRecord, device: torch.device, rules: tuple[str, ...] = RULES
 _BACKENDS = ("triton", "eager")
 
 
-def _trained(
+def _train(
     name: str,
     backend: str,
     dtype: torch.dtype,
@@ -65,18 +65,18 @@ def _trained(
     torch.manual_seed(0)  # small states and 24-bit masters are rounded by chance
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(n: int) -> Tensor:
+    def draw(n: int) -> Tensor:
         return torch.randn(n + shift, device=device, generator=generator)
 
-    params = [torch.nn.Parameter(drawn(n).to(dtype)[shift:]) for n in _SIZES]
+    params = [torch.nn.Parameter(draw(n).to(dtype)[shift:]) for n in _SIZES]
     for p, n in zip(params, _SIZES, strict=True):
-        p.grad = drawn(n).mul_(64).to(dtype)[shift:]
+        p.grad = draw(n).mul_(64).to(dtype)[shift:]
     momentum = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = getattr(ampopt, name)(params, **options, **momentum)
     scale: Any = ampopt.DynamicLossScale(init_scale=64.0, growth_interval=2)
     for number in range(4):
         grad: Any = params[1].grad
-        kept, before = grad.clone(), [p.detach().clone() for p in params]
+        old_grad, before = grad.clone(), [p.detach().clone() for p in params]
         if number == 2:
             grad[1] = float("inf")
         result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
@@ -85,7 +85,7 @@ def _trained(
             same = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
             if not (same and result.skipped):
                 return [torch.full_like(p, float("nan")) for p in params], scale.item()
-        grad.copy_(kept)
+        grad.copy_(old_grad)
     return [p.detach() for p in params], scale.item()
 
 

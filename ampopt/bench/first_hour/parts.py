@@ -37,8 +37,8 @@ class Part:
 
 def _figures(folder: Path, device: str) -> list[str]:
     """The command line of the part ``figures``: the benchmark, with its rows as JSON."""
-    found = ["--seconds", "500", "--json", str(folder / "figures_rows.json")]
-    return [sys.executable, "-m", "ampopt.bench", "--device", device, *found]
+    arguments = ["--seconds", "500", "--json", str(folder / "figures_rows.json")]
+    return [sys.executable, "-m", "ampopt.bench", "--device", device, *arguments]
 
 
 PARTS = (

@@ -30,7 +30,7 @@ def run(record: PartRecord, device: torch.device) -> None:
 def _constants_of_two_optimizers(record: PartRecord, device: torch.device) -> None:
     """Check that a constant sent on a busy stream is not read on another before it arrives."""
     on_a, on_b = _streams(device)
-    first, second, other = (_made(device, seed) for seed in range(3))
+    first, second, other = (_optimizer(device, seed) for seed in range(3))
     for optimizer in (second, other):  # compile the kernels
         optimizer.unscale_and_step(grads_scaled_by=ampopt.DynamicLossScale())
     with on_a():  # the allocator reuses this memory for constants
@@ -42,14 +42,14 @@ def _constants_of_two_optimizers(record: PartRecord, device: torch.device) -> No
         first.unscale_and_step(grads_scaled_by=2.0)
     with on_b():
         scale: Any = second.unscale_and_step(grads_scaled_by=2.0).scale
-        found = float(scale)
-    record.check("constants sent on one stream are not read on another", found == 2.0, found)
+        number = float(scale)
+    record.check("constants sent on one stream are not read on another", number == 2.0, number)
     _wait(device)
 
 
 def _tables_replaced_behind_a_busy_stream(record: PartRecord, device: torch.device) -> None:
     """The host replaces the table three times before the busy stream reads the first."""
-    late, in_time = _made(device, seed=3), _made(device, seed=3)
+    late, in_time = _optimizer(device, seed=3), _optimizer(device, seed=3)
     on_a, _ = _streams(device)
     for optimizer in (late, in_time):
         with on_a():
@@ -71,7 +71,7 @@ def _tables_replaced_behind_a_busy_stream(record: PartRecord, device: torch.devi
     record.check("tables that are replaced are kept for the launches that read them", same)
 
 
-def _made(device: torch.device, seed: int) -> Any:
+def _optimizer(device: torch.device, seed: int) -> Any:
     """An SGD of three parameters with gradients, drawn from ``seed``."""
     generator = torch.Generator(device).manual_seed(seed)
     params: list[Tensor] = []
@@ -87,8 +87,8 @@ def _streams(device: torch.device) -> list[Callable[[], AbstractContextManager[A
     if device.type == "cpu":
         return [contextlib.nullcontext] * 2
     module = torch.get_device_module(device)
-    made = [module.Stream(device) for _ in range(2)]
-    return [lambda stream=stream: module.stream(stream) for stream in made]
+    streams = [module.Stream(device) for _ in range(2)]
+    return [lambda stream=stream: module.stream(stream) for stream in streams]
 
 
 def _delay(device: torch.device) -> None:

@@ -160,7 +160,9 @@ def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
 
             return stepped
 
-        return replace(made, step=failing_after(made.step), clipped=failing_after(made.clipped))
+        return replace(
+            made, step=failing_after(made.step), clipped_step=failing_after(made.clipped_step)
+        )
 
     monkeypatch.setattr(contenders, "enter", failing)
     figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
@@ -306,7 +308,7 @@ def test_contenders_do_the_same_work(optimizer, clip):
             continue
         for _ in range(3):
             gradients.restore()
-            (contender.clipped if clip else contender.step)()
+            (contender.clipped_step if clip else contender.step)()
         assert all((p != old).all() for p, old in zip(params, start, strict=True))
         reached[name] = params
     assert "ampopt" in reached
@@ -332,7 +334,7 @@ def test_contenders_step_the_same_master_weights(clip, monkeypatch):
         contender = contenders.enter(name, "AdamW", params, masters=True)
         for _ in range(8):
             gradients.restore()
-            (contender.clipped if clip else contender.step)()
+            (contender.clipped_step if clip else contender.step)()
         assert any((p != old).any() for p, old in zip(params, start, strict=True))
         reached[name] = torch.cat([p.detach().flatten() for p in params])
     for params in reached.values():
@@ -755,7 +757,7 @@ def test_few_rounds_or_a_busy_machine_give_no_verdict(
         assert (row["doubt"] is None) == bool(row["targets"]) == said.startswith("target")
 
 
-def timed_on_ranks(optimizer, left):
+def timed_on_ranks(optimizer, seconds_left):
     try:
         return on_ranks._times(
             optimizer=optimizer,
@@ -763,7 +765,7 @@ def timed_on_ranks(optimizer, left):
             dtype="float32",
             rounds=2,
             seconds=60.0,
-            left=left,
+            seconds_left=seconds_left,
             backend="eager",
             threads=1,
         )

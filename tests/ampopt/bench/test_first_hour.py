@@ -13,7 +13,7 @@ import torch
 import ampopt
 from ampopt.bench import __main__ as bench
 from ampopt.bench.first_hour import gpu_tests, hour, parity, races, start
-from ampopt.bench.first_hour.bandwidth import STORAGES, predicted
+from ampopt.bench.first_hour.bandwidth import STORAGES, prediction_of
 from ampopt.bench.first_hour.parts import PARTS, Part
 from ampopt.bench.first_hour.record import PartRecord, read
 from ampopt_kernels.language import HAS_TRITON
@@ -194,10 +194,10 @@ def test_predictions_are_those_that_are_written():
     for (power, storage), shares in found.items():
         wanted = [("detect", False), ("detect", True), ("update", True), ("step", False)]
         wanted.append(("step", True))
-        told = [predicted(power, storage, name, clipped=clipped) for name, clipped in wanted]
+        told = [prediction_of(power, storage, name, clipped=clipped) for name, clipped in wanted]
         assert told == shares, (power, storage)
-    assert predicted(20, "float32", "detect", clipped=False) is None
-    assert predicted(24, "float32", "control", clipped=False) is None
+    assert prediction_of(20, "float32", "detect", clipped=False) is None
+    assert prediction_of(24, "float32", "control", clipped=False) is None
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
@@ -217,13 +217,13 @@ def test_parts_pass_where_kernels_are_interpreted(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_parity_finds_a_kernel_that_is_wrong(tmp_path, monkeypatch):
-    trained = parity._trained
+    trained = parity._train
 
     def wrong(name: str, backend: str, *given: Any) -> Any:
         params, scale = trained(name, backend, *given)
         return [p * (1.01 if backend == "triton" else 1.0) for p in params], scale
 
-    monkeypatch.setattr(parity, "_trained", wrong)
+    monkeypatch.setattr(parity, "_train", wrong)
     monkeypatch.setattr(parity, "_SIZES", (1, 3))
     record = PartRecord(tmp_path / "parity.jsonl")
     try:
