@@ -202,7 +202,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
     rule: Rule = getattr(rules, case.rule)
     low = getattr(torch, case.dtype)
     has_low_bits = case.request in LOW_MASTERS
-    stored = torch.float32 if case.masters or has_low_bits else low
+    state_dtype = torch.float32 if case.masters or has_low_bits else low
 
     bits = 8 if "8 bits" in case.request else 16 if case.request == "16 bits" else 32
     codecs = rule.codecs_for(case.flags, bits)
@@ -215,9 +215,9 @@ def launches(case: Case) -> list[RecordedLaunch]:
     draws = by_chance or any(codecs) or has_low_bits
     row = ParamRow(
         low,
-        param=tensor(low if has_low_bits else stored),
+        param=tensor(low if has_low_bits else state_dtype),
         state=tuple(
-            tensor(part.dtype or stored if codec is None else codec.dtype)
+            tensor(part.dtype or state_dtype if codec is None else codec.dtype)
             for part, codec in zip(rule.state_for(case.flags), codecs, strict=True)
         ),
         copy=tensor(low) if case.masters else None,
@@ -270,9 +270,9 @@ def launches(case: Case) -> list[RecordedLaunch]:
             scale=scale, found_inf=torch.zeros(()), accumulate=True, apply=False
         ),
     }[case.request]
-    recorded: list[RecordedLaunch] = []
+    recordings: list[RecordedLaunch] = []
     backend = Triton(
-        lambda device, kernel, n, given: recorded.append(RecordedLaunch(kernel, given))
+        lambda device, kernel, n, arguments: recordings.append(RecordedLaunch(kernel, arguments))
     )
     decision = run(lambda _: backend, [work], request)
     if request.measure:
@@ -285,7 +285,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
         numbers = torch.zeros(1, 5, dtype=torch.float64)
         partials = Partials(torch.zeros(1), numbers[0])
         backend.find_cause(partials, scale, SkipChecks(numbers, numbers[0], numbers[:, :3]))
-    return recorded
+    return recordings
 
 
 def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> Iterator[Case]:
@@ -304,10 +304,10 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
         every = list(itertools.product((False, True), repeat=n))
-        tried = list(dict.fromkeys((every[0], every[-1])))
+        extremes = list(dict.fromkeys((every[0], every[-1])))
         if quick and dtype != "float32":
-            tried = tried[-1:] if dtype == "float64" else tried[:1]
-        for flags in every if dtype == "float32" and not quick else tried:
+            extremes = extremes[-1:] if dtype == "float64" else extremes[:1]
+        for flags in every if dtype == "float32" and not quick else extremes:
             yield Case(name, flags, dtype)
             if dtype == "bfloat16" or (dtype == "float16" and not quick):
                 yield Case(name, flags, dtype, masters=True)
@@ -368,7 +368,7 @@ def compile_task(task: Task) -> Report:
     names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)
     target = gpu_target(task.target)
     try:
-        compiled = triton.compile(
+        kernel = triton.compile(
             ASTSource(launch.kernel, launch.signature, launch.constants),
             target=target,
             options=options(target.warp_size),
@@ -376,8 +376,8 @@ def compile_task(task: Task) -> Report:
     except Exception as error:  # any compiler error becomes a line of the report
         last = str(error).strip().splitlines()[-1:]
         return Report(*names, error=f"{type(error).__name__}: {''.join(last)}")
-    assembly = machine_code.assembly_of(compiled.asm)
-    registers, spills = machine_code.registers_and_spills(compiled.asm)
+    assembly = machine_code.assembly_of(kernel.asm)
+    registers, spills = machine_code.registers_and_spills(kernel.asm)
     loop = machine_code.main_loop(assembly)
     accesses = tuple(machine_code.access_widths(loop))
     constants = launch.constants
@@ -399,17 +399,17 @@ def compile_task(task: Task) -> Report:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; see the module. Returns the exit status."""
-    known = [name for name in rules.__all__ if isinstance(getattr(rules, name), Rule)]
+    rule_names = [name for name in rules.__all__ if isinstance(getattr(rules, name), Rule)]
     parser = argparse.ArgumentParser(prog="python -m ampopt_kernels.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--dump", type=Path, help="write assembly and report to this directory")
     parser.add_argument("--target", nargs="+", default=TARGETS, help="sm_NN or gfxNNN")
-    parser.add_argument("--rule", nargs="+", default=known, choices=known)
+    parser.add_argument("--rule", nargs="+", default=rule_names, choices=rule_names)
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--quick", action="store_true", help=QUICK)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    given = parser.parse_args(arguments)
-    for target in given.target:
+    args = parser.parse_args(arguments)
+    for target in args.target:
         if not re.fullmatch(r"sm_\d+|gfx\w+", target):
             parser.error(f"--target must be like sm_90 or gfx942, got {target!r}")
     if not HAS_TRITON:
@@ -417,22 +417,22 @@ def main(arguments: list[str] | None = None) -> int:
     if INTERPRETED:
         parser.error("TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it")
 
-    todo = tasks(cases(given.rule, given.dtype, given.quick), given.target, given.quick)
-    lines, failed = [], 0
-    for report in _compiled(todo, given.jobs):
+    todo = tasks(cases(args.rule, args.dtype, args.quick), args.target, args.quick)
+    lines, failures = [], 0
+    for report in _compiled(todo, args.jobs):
         lines.append(str(report))
-        failed += bool(report.error)
+        failures += bool(report.error)
         print(report, flush=True)
-        if given.dump is not None and report.assembly:
-            given.dump.mkdir(parents=True, exist_ok=True)
+        if args.dump is not None and report.assembly:
+            args.dump.mkdir(parents=True, exist_ok=True)
             suffix = "ptx" if report.target.startswith("sm_") else "amdgcn"
             name = f"{report.kernel}-{report.variant}-{report.dtype}-{report.target}.{suffix}"
-            (given.dump / name).write_text(report.assembly)
-    print(f"{len(lines)} compiled, {failed} failed")
-    if given.dump is not None:
-        given.dump.mkdir(parents=True, exist_ok=True)
-        (given.dump / "report.txt").write_text("".join(f"{line}\n" for line in lines))
-    return 1 if failed else 0
+            (args.dump / name).write_text(report.assembly)
+    print(f"{len(lines)} compiled, {failures} failed")
+    if args.dump is not None:
+        args.dump.mkdir(parents=True, exist_ok=True)
+        (args.dump / "report.txt").write_text("".join(f"{line}\n" for line in lines))
+    return 1 if failures else 0
 
 
 def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:

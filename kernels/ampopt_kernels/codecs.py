@@ -253,18 +253,18 @@ def n_blocks(codec: Codec, numel: int) -> int:
     return -(-numel // codec.block)
 
 
-def decoded(stored: Tensor, codec: Codec, scales: Tensor | None) -> Tensor:
+def decoded(codes: Tensor, codec: Codec, scales: Tensor | None) -> Tensor:
     """The values of a state.
 
     Args:
-        stored: codes, 1-d, from the beginning of a block on.
+        codes: codes, 1-d, from the beginning of a block on.
         codec: their codec.
         scales: one float32 number for each block; ``None`` without blocks.
 
     Returns:
         float32, 1-d.
     """
-    values = codec.torch_decode(stored.to(torch.float32))
+    values = codec.torch_decode(codes.to(torch.float32))
     if scales is None:
         return values
     return values * _spread(scales, codec, values.numel())
@@ -341,12 +341,12 @@ def with_scales(tensors: Sequence[Tensor], codecs: Sequence[Codec | None]) -> tu
 
 
 def decoded_each(
-    stored: Sequence[Tensor], codecs: Sequence[Codec | None], scales: Sequence[Tensor | None]
+    states: Sequence[Tensor], codecs: Sequence[Codec | None], scales: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The values of states, each as :func:`decoded`; those without a codec as they are stored."""
     return [
         x if codec is None else decoded(x, codec, own)
-        for x, codec, own in zip(stored, codecs, scales, strict=True)
+        for x, codec, own in zip(states, codecs, scales, strict=True)
     ]
 
 
@@ -365,14 +365,14 @@ def encoded_each(
         key: key of the parameter at this step, a number or 0-d int64; ``None`` if no state has a
             codec.
     """
-    stored: list[Tensor] = []
+    arrays: list[Tensor] = []
     scales: list[Tensor] = []
     for i, (state, codec) in enumerate(zip(states, codecs, strict=True)):
         if codec is not None and position is not None and key is not None:
             state, own = encoded(state, codec, uniform(position, key, i))
             scales += [] if own is None else [own]
-        stored.append(state)
-    return stored, scales
+        arrays.append(state)
+    return arrays, scales
 
 
 def _spread(scales: Tensor, codec: Codec, n: int) -> Tensor:

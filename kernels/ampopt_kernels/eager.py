@@ -116,13 +116,13 @@ class Eager(Backend):
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.line_sums`."""
-        rule, found = work.rule, {}
+        rule, sums = work.rule, {}
         assert rule is not None
-        for index, row, grad, given in _before_reduce(work, rule, decision):
+        for index, row, grad, coefficients in _before_reduce(work, rule, decision):
             if row.row_column_states is not None and row.row_column_states.shard is not None:
-                read = (grad, *row.inputs)
-                found[index] = sums_of(rule, row.row_column_states, row.flags, read, given)
-        return found
+                inputs = (grad, *row.inputs)
+                sums[index] = sums_of(rule, row.row_column_states, row.flags, inputs, coefficients)
+        return sums
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
@@ -132,21 +132,21 @@ class Eager(Backend):
         n_terms = rule.widths(len(work.hyper[0])).terms
         sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device).unbind()
         sums = list(sums)
-        for index, row, whole, given in _before_reduce(work, rule, decision):
-            dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
-            read = (whole, *row.inputs)
+        for index, row, whole, coefficients in _before_reduce(work, rule, decision):
+            dtype, (*factor, h) = row.compute_dtype, (*coefficients[:2], coefficients[2:])
+            inputs = (whole, *row.inputs)
             if row.row_column_states is not None:
                 of_lines = decision.lines.get(index)
                 if of_lines is None:
-                    of_lines = sums_of(rule, row.row_column_states, row.flags, read, given)
-                advance(rule, [row.row_column_states], row.flags, of_lines, [given], skip)
+                    of_lines = sums_of(rule, row.row_column_states, row.flags, inputs, coefficients)
+                advance(rule, [row.row_column_states], row.flags, of_lines, [coefficients], skip)
             if row.row_column_states is not None or row.is_coded:
-                read = tuple(map(flat, read))
+                inputs = tuple(map(flat, inputs))
             start = 0
-            for tensors in _chunks(*read):
+            for tensors in _chunks(*inputs):
                 end = start + tensors[0].numel()
-                loaded = codecs.decoded_each(tensors[2:], row.codecs, row.scales_at(start, end))
-                grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *loaded))
+                states = codecs.decoded_each(tensors[2:], row.codecs, row.scales_at(start, end))
+                grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *states))
                 g = grad * factor[0] * factor[1]
                 state = (*state, *row.row_column_factors(start, end))
                 terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
@@ -169,28 +169,28 @@ class Eager(Backend):
             # Flattened in memory order, by which the places of elements are numbered.
             if row.keys is not None or rule.draws or row.row_column_states is not None:
                 tensors = tuple(map(flat, tensors))
-            for grad, *stored in _chunks(*tensors):
+            for grad, *chunk in _chunks(*tensors):
                 end, position = start + grad.numel(), None
                 if row.keys is not None or rule.draws:
                     position = row.places.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
-                loaded = codecs.decoded_each(stored[1:n], row.codecs, row.scales_at(start, end))
-                full = stored[0] if row.low is None else master_of(stored[0], stored[n])
-                param, *state = (t.to(dtype) for t in (full, *loaded))
+                old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
+                full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])
+                param, *state = (t.to(dtype) for t in (full, *old_states))
                 update = rule.torch_update_in(dtype)
                 at = rule.at(param, position)
-                read = (*state, *row.row_column_factors(start, end))
-                param, state = update(param, g, read, h, row.flags, *at)
+                inputs = (*state, *row.row_column_factors(start, end))
+                param, state = update(param, g, inputs, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
                 if row.rounds and row.keys is not None and position is not None:
                     param = stochastically(param, position, row.keys)
                 if row.low is not None and row.keys is not None and position is not None:
                     u = codecs.uniform(position, row.keys, -1)
-                    param, *copy = split_master(param, stored[0].dtype, u)
-                stored += [x for x in row.scales_at(start, end) if x is not None]
+                    param, *copy = split_master(param, chunk[0].dtype, u)
+                chunk += [x for x in row.scales_at(start, end) if x is not None]
                 states, scales = codecs.encoded_each(state, row.codecs, position, row.keys)
                 start = end
-                for old, new in zip(stored, (param, *states, *copy, *scales), strict=True):
+                for old, new in zip(chunk, (param, *states, *copy, *scales), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
 
 
@@ -240,11 +240,11 @@ def _before_reduce(
     These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce`` returns.
     """
     _, inverse, clip = decision.coefficients_on_device.unbind()
-    known: list[tuple[Any, ...]] = [()] * len(work.rows)
+    coefficients: list[tuple[Any, ...]] = [()] * len(work.rows)
     for group in _groups(work):
-        _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
+        _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, coefficients)
     for index, row, grad in work.present_rows():
-        h = (inverse, clip, *known[index])
+        h = (inverse, clip, *coefficients[index])
         yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
 
 
@@ -255,18 +255,18 @@ def _advance(
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
     dtypes = work.scalar_dtypes
     for group in _groups(work):
-        given: tuple[Any, ...] = (group.s, group.h, group.flags)
+        arguments: tuple[Any, ...] = (group.s, group.h, group.flags)
         if sums is not None:
-            given = (*rule.torch_before_reduce(*given), group.flags)
+            arguments = (*rule.torch_before_reduce(*arguments), group.flags)
             each = torch.stack([sums.each[i] for i in group.members])
-            given = (*given, each.unbind(1), sums.totals.unbind())
-        new_s, new_h = rule.torch_scalars(*given)
+            arguments = (*arguments, each.unbind(1), sums.totals.unbind())
+        new_s, new_h = rule.torch_scalars(*arguments)
         for column, old, new, dtype in zip(group.columns, group.s, new_s, dtypes, strict=True):
             values = keep(old, new).to(dtype).unbind()
-            stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
-            if stored:
+            pairs = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
+            if pairs:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-                copy([x for x, _ in stored], [v for _, v in stored])
+                copy([x for x, _ in pairs], [v for _, v in pairs])
         _hand_out(new_h, group.members, result)
     return result
 

@@ -136,7 +136,7 @@ def measured(unscaled: Tensor, in_norm: bool) -> Tensor:
     wide = widest(unscaled.device)
     magnitudes = unscaled.abs()
     finite: Any = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
-    used = finite > 0
+    is_nonzero = finite > 0
     squares = finite.to(wide).square().sum() if in_norm else finite.new_zeros(())
-    each = (finite.max(), used.sum(), (used & (finite <= FLUSHED)).sum(), squares)
+    each = (finite.max(), is_nonzero.sum(), (is_nonzero & (finite <= FLUSHED)).sum(), squares)
     return torch.stack([x.to(wide) for x in each])

@@ -48,9 +48,9 @@ def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
 
 def _number(pattern: str, text: str) -> int:
     """The number that the group of ``pattern`` matches in ``text``."""
-    found = re.search(pattern, text)
-    assert found is not None, f"{pattern} is not in the compiler's output"
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match is not None, f"{pattern} is not in the compiler's output"
+    return int(match[1])
 
 
 _LABEL = re.compile(r"^\s*(\S*BB\d+_\d+):", re.MULTILINE)
@@ -64,11 +64,11 @@ def main_loop(assembly: str) -> str:
 
     Empty if there is no loop.
     """
-    labels = {found[1]: found.end() for found in _LABEL.finditer(assembly)}
+    labels = {match[1]: match.end() for match in _LABEL.finditer(assembly)}
     spans = [
-        (labels[found[1]], found.start())
-        for found in _BRANCH.finditer(assembly)
-        if labels.get(found[1], len(assembly)) < found.start()
+        (labels[match[1]], match.start())
+        for match in _BRANCH.finditer(assembly)
+        if labels.get(match[1], len(assembly)) < match.start()
     ]
     if not spans:
         return ""
@@ -78,11 +78,11 @@ def main_loop(assembly: str) -> str:
 
 def access_widths(assembly: str) -> Iterator[int]:
     """The width in bytes of each access to global memory."""
-    for found in _PTX_ACCESS.finditer(assembly):
-        yield int(found[1] or 1) * int(found[2]) // 8
-    for found in _AMD_ACCESS.finditer(assembly):
-        size = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2}.get(found[1], 1)
-        yield size * int(found[2] or 1)
+    for match in _PTX_ACCESS.finditer(assembly):
+        yield int(match[1] or 1) * int(match[2]) // 8
+    for match in _AMD_ACCESS.finditer(assembly):
+        size = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2}.get(match[1], 1)
+        yield size * int(match[2] or 1)
 
 
 def count_barriers(assembly: str) -> int:

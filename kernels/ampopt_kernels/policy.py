@@ -77,20 +77,20 @@ def next_scale(value, growth, budget, found_inf, constants):
     ) = constants
     bad = found_inf > 0
 
-    left = budget - 1
-    lowers = left <= 0
+    new_budget = budget - 1
+    lowers = new_budget <= 0
     lowered = value * backoff_factor
     lowered = tl.where(lowered > min_scale, lowered, min_scale)
     bad_value = tl.where(lowers & (value != kept_scale), lowered, value)
-    bad_budget = tl.where(lowers, hysteresis * refill_on_backoff, left)
+    bad_budget = tl.where(lowers, hysteresis * refill_on_backoff, new_budget)
 
     count = growth + 1
     grows = count >= first_growth
-    raised = value * growth_factor
-    raised = tl.where(raised < max_scale, raised, max_scale)
+    larger_value = value * growth_factor
+    larger_value = tl.where(larger_value < max_scale, larger_value, max_scale)
     # Values from 2**128 - 2**103 on round to infinity in float32: the scale does not grow there.
-    raised = tl.where(raised < 3.4028235677973366e38, raised, value)
-    good_value = tl.where(grows, raised, value)
+    larger_value = tl.where(larger_value < 3.4028235677973366e38, larger_value, value)
+    good_value = tl.where(grows, larger_value, value)
     good_growth = tl.where(grows, first_growth - growth_period, count)
     refills = grows | (refill_on_finite > 0)
     good_budget = tl.where(refills, hysteresis, budget)

@@ -221,8 +221,8 @@ def advance_stack(
         factors = [shard.here(part, factor[0])[None] for part, factor in here]
     copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     states, rooms = ([*own.states] for own in several), ([*own.factors] for own in several)
-    for kept, state, value in zip(zip(*states, strict=True), old, new, strict=True):
-        copy(kept, torch.where(skip, state, value.to(state.dtype)).unbind())
+    for targets, state, value in zip(zip(*states, strict=True), old, new, strict=True):
+        copy(targets, torch.where(skip, state, value.to(state.dtype)).unbind())
     for room, factor in zip(zip(*rooms, strict=True), factors, strict=True):
         copy(room, factor.unbind())
 

@@ -372,10 +372,10 @@ class Rule:
         """``scalars`` in ``language``, with arguments added at the end that it ignores."""
         scalars, n = torch_language.bind(self.scalars, language), self.scalars_arguments
 
-        def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
+        def with_unused(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
             return scalars(*(s, h, flags, sums, totals)[:n])
 
-        return torch_language.dividing(given)
+        return torch_language.dividing(with_unused)
 
     @functools.cached_property
     def scalars_on_numbers(self) -> Any:
@@ -383,11 +383,11 @@ class Rule:
         scalars = torch_language.bind(self.scalars, torch_language.on_numbers)
         n = self.scalars_arguments
 
-        def on_numbers(*given: Any) -> Any:
+        def on_numbers(*arguments: Any) -> Any:
             try:
-                return scalars(*given[:n])
+                return scalars(*arguments[:n])
             except (ArithmeticError, ValueError):  # where devices have an infinity or NaN
-                return self.host_scalars(*given)
+                return self.host_scalars(*arguments)
 
         return on_numbers
 
@@ -455,9 +455,9 @@ def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
 @functools.lru_cache(maxsize=1024)
 def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
-    existing, named = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
+    existing, flag_values = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
     bits = 32 if existing.row_column_states else bits
-    return tuple(part.codec_in(bits, named) for part in existing.elementwise)
+    return tuple(part.codec_in(bits, flag_values) for part in existing.elementwise)
 
 
 def _arguments(function: Any) -> int:
@@ -473,11 +473,11 @@ def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:
     )
 
 
-def _check_tuple(role: str, given: Any, of: type, example: str) -> None:
-    """Raise unless ``given``, the field ``role`` of a rule, is a tuple of ``of``."""
+def _check_tuple(role: str, value: Any, of: type, example: str) -> None:
+    """Raise unless ``value``, the field ``role`` of a rule, is a tuple of ``of``."""
     # ("lr") is a string: a sequence of strings, one for each letter.
-    if not isinstance(given, tuple) or not all(isinstance(part, of) for part in given):
+    if not isinstance(value, tuple) or not all(isinstance(part, of) for part in value):
         raise TypeError(
-            f"Rule {role} must be a tuple of {of.__name__}, such as {example}, got {given!r}. A "
+            f"Rule {role} must be a tuple of {of.__name__}, such as {example}, got {value!r}. A "
             "tuple of one needs the comma"
         )

@@ -108,11 +108,11 @@ def dense_like(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor
-    wanted = like if is_dense(like) else torch.empty_like(like, device="meta")
-    if tensor.stride() == wanted.stride() and is_dense(tensor):
+    target = like if is_dense(like) else torch.empty_like(like, device="meta")
+    if tensor.stride() == target.stride() and is_dense(tensor):
         return tensor
     copy = torch.empty_strided(
-        wanted.shape, wanted.stride(), dtype=tensor.dtype, device=tensor.device
+        target.shape, target.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return copy.copy_(tensor)
 

@@ -92,8 +92,8 @@ def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
             a = torch.full((), a, dtype=number, device=condition.device)
             b = torch.full((), b, dtype=number, device=condition.device)
         return torch.where(condition, a, b)
-    chosen, other = (a, b) if condition else (b, a)
-    return _scalar(chosen, other) if isinstance(other, torch.Tensor) else chosen
+    value, other = (a, b) if condition else (b, a)
+    return _scalar(value, other) if isinstance(other, torch.Tensor) else value
 
 
 def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:
@@ -327,12 +327,12 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
 
 def copied(fn: Any, replaced: Callable[[Any], Any]) -> Any:
     """A copy of the function ``fn`` whose globals and closure values are ``replaced(value)``."""
-    read: dict[str, Any] = dict(fn.__globals__)
-    read.update((name, replaced(read[name])) for name in fn.__code__.co_names if name in read)
+    scope: dict[str, Any] = dict(fn.__globals__)
+    scope.update((name, replaced(scope[name])) for name in fn.__code__.co_names if name in scope)
     closure = fn.__closure__ and tuple(
         types.CellType(replaced(cell.cell_contents)) for cell in fn.__closure__
     )
-    copy = types.FunctionType(fn.__code__, read, fn.__name__, fn.__defaults__, closure)
+    copy = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, closure)
     copy.__annotations__, copy.__kwdefaults__ = fn.__annotations__, fn.__kwdefaults__
     return copy
 

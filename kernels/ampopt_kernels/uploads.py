@@ -29,8 +29,8 @@ class Uploads:
 
     def __init__(self) -> None:
         """Start without tables."""
-        self._held: dict[str, tuple[Sequence[float], Tensor]] = {}
-        self._captured: dict[int, Tensor] = {}
+        self._tables: dict[str, tuple[Sequence[float], Tensor]] = {}
+        self._captured_tables: dict[int, Tensor] = {}
 
     def get(
         self,
@@ -57,19 +57,19 @@ class Uploads:
         Raises:
             RuntimeError: ``values`` have changed, and a CUDA graph is being captured.
         """
-        held = self._held.get(name)
-        if held is not None and held[0] == values and held[1].device == device:
-            return held[1]
+        entry = self._tables.get(name)
+        if entry is not None and entry[0] == values and entry[1].device == device:
+            return entry[1]
         refuse_while_captured(device, _OTHERS)
         table = _on_host(values, dtype)
-        if held is not None and held[1].device == device:
-            if in_place and held[1].shape == table.shape and held[1].dtype == dtype:
-                table = carried_into(held[1], table)
+        if entry is not None and entry[1].device == device:
+            if in_place and entry[1].shape == table.shape and entry[1].dtype == dtype:
+                table = carried_into(entry[1], table)
             elif device.type in ACCELERATORS:
                 # The old table may be from another stream: do not let that stream reuse its
                 # memory before the work queued on this stream has read it.
-                held[1].record_stream(stream(device))
-        self._held[name] = (values, table := to_device(table, device))
+                entry[1].record_stream(stream(device))
+        self._tables[name] = (values, table := to_device(table, device))
         return table
 
     def keep_while_captured(self, device: torch.device, others: Iterable[Tensor] = ()) -> None:
@@ -78,8 +78,8 @@ class Uploads:
         The graph reads them at each replay; without this, later steps would free them.
         """
         if devices.captures(device):
-            tables = (table for _, table in self._held.values())
-            self._captured.update((id(tensor), tensor) for tensor in (*tables, *others))
+            tables = (table for _, table in self._tables.values())
+            self._captured_tables.update((id(tensor), tensor) for tensor in (*tables, *others))
 
 
 _OTHERS = (

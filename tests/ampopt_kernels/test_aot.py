@@ -22,10 +22,10 @@ LINE = re.compile(
 
 
 def command(*arguments):
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "ampopt_kernels.aot", *arguments],
-        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**variables, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
@@ -35,23 +35,23 @@ def command(*arguments):
 def compiled(tmp_path_factory):
     """The line of the report for each compilation, and the folder with the assembly."""
     directory = tmp_path_factory.mktemp("aot")
-    done = command("--dump", str(directory), "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    *lines, total = done.stdout.splitlines()
+    process = command("--dump", str(directory), "--quick")
+    assert process.returncode == 0, process.stdout + process.stderr
+    *lines, total = process.stdout.splitlines()
     assert total == f"{len(lines)} compiled, 0 failed"
     assert (directory / "report.txt").read_text().splitlines() == lines
     matches = [LINE.fullmatch(line) for line in lines]
     assert all(matches), [line for line, m in zip(lines, matches, strict=True) if not m]
-    found = [m for m in matches if m is not None]
+    reports = [m for m in matches if m is not None]
     assert len(list(directory.glob("*.ptx"))) + len(list(directory.glob("*.amdgcn"))) == len(lines)
-    assert len({m.group("kernel", "variant", "dtype") for m in found}) == len(found)
-    return found, directory
+    assert len({m.group("kernel", "variant", "dtype") for m in reports}) == len(reports)
+    return reports, directory
 
 
 def of(compiled, kernel, variant, dtype):
     """The line of a kernel that was compiled for one target: see ``aot.tasks``."""
-    named = {line.group("kernel", "variant", "dtype"): line for line in compiled[0]}
-    return named[kernel, variant, dtype]
+    by_name = {line.group("kernel", "variant", "dtype"): line for line in compiled[0]}
+    return by_name[kernel, variant, dtype]
 
 
 def assembly(compiled, line):
@@ -106,22 +106,22 @@ def test_detect_asks_for_64_bytes_for_each_thread_at_once(compiled, dtype):
 @pytest.mark.parametrize("name", rules.__all__)
 def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype):
     rule, size = getattr(rules, name), getattr(torch, dtype).itemsize
-    found = set()
+    variants = set()
     for line in updates(compiled, name):
         words = line["variant"].split("+")
         special = {"unaligned", "stochastic", "8_bits", "16_bits", "24_bit_masters"}
         if line["dtype"] != dtype or special.intersection(words):
             continue
         flags = tuple(flag in words for flag in rule.flags)
-        found.add((flags, "masters" in words))
-        stored, copy = (4, 2) if "masters" in words else (size, 0)
-        moved = size + stored * 2 * (1 + len(rule.state_for(flags))) + copy
+        variants.add((flags, "masters" in words))
+        param_size, copy = (4, 2) if "masters" in words else (size, 0)
+        total = size + param_size * 2 * (1 + len(rule.state_for(flags))) + copy
         if rule.row_column_states_for(flags):  # narrow accesses, of what is in caches
             assert (line["vectorized"], line["barriers"]) == ("no", "0"), line[0]
         elif name == "sophia_hessian":  # keeps parameters, which a compiler may see
-            assert moved - 2 * stored <= float(line["bytes"]) <= moved, line[0]
+            assert total - 2 * param_size <= float(line["bytes"]) <= total, line[0]
         else:
-            assert_streams(line, moved)
+            assert_streams(line, total)
     none, every = ((flag,) * len(rule.flags) for flag in (False, True))
     expected = {
         "float32": {(none, False), (every, False)},
@@ -129,7 +129,7 @@ def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype
         "float16": {(none, False)},
         "bfloat16": {(none, False), (none, True)},
     }
-    assert expected[dtype] <= found
+    assert expected[dtype] <= variants
 
 
 def test_small_states_are_moved_in_few_bytes_and_without_barriers(compiled):
@@ -152,11 +152,11 @@ def test_24_bit_masters_are_moved_in_few_bytes_and_without_barriers(compiled):
 
 @pytest.mark.parametrize("name", rules.__all__)
 def test_every_rule_is_compiled_with_small_states_and_24_bit_masters(compiled, name):
-    rule, found = getattr(rules, name), [line["variant"] for line in updates(compiled, name)]
+    rule, variants = getattr(rules, name), [line["variant"] for line in updates(compiled, name)]
     every = itertools.product((False, True), repeat=len(rule.flags))
     has_small_states = any(any(rule.codecs_for(flags, 8)) for flags in every)
-    assert any("8_bits" in variant for variant in found) == has_small_states
-    assert any("24_bit_masters" in variant for variant in found)
+    assert any("8_bits" in variant for variant in variants) == has_small_states
+    assert any("24_bit_masters" in variant for variant in variants)
 
 
 def updates(compiled, name):
@@ -206,9 +206,9 @@ def test_no_operation_is_approximate(compiled):
     nvidias = [line for line in compiled[0] if line["target"].startswith("sm_")]
     assert {line["kernel"] for line in nvidias} == {line["kernel"] for line in compiled[0]}
     for line in nvidias:
-        found = set(re.findall(r"\b\S*\.(?:approx|full|ftz)\b\S*", assembly(compiled, line)))
+        inexact = set(re.findall(r"\b\S*\.(?:approx|full|ftz)\b\S*", assembly(compiled, line)))
         floor = {"cvt.rmi.ftz.f32.f32"} if "_bit" in line["variant"] else set()
-        assert found <= (guesses if line["kernel"] == "control" else floor), line[0]
+        assert inexact <= (guesses if line["kernel"] == "control" else floor), line[0]
 
 
 def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):
@@ -229,10 +229,10 @@ def test_maxima_keep_nan(compiled, name, operations):
     for dtype in ("float32", "float64"):
         line = of(compiled, "update", flags, dtype)
         text = assembly(compiled, line)
-        found = re.findall(r"\b(?:v_)?(max|min)(\.NaN)?[._]f(?:32|64)", text)
-        assert {operation for operation, _ in found} == operations, line[0]
+        maxima = re.findall(r"\b(?:v_)?(max|min)(\.NaN)?[._]f(?:32|64)", text)
+        assert {operation for operation, _ in maxima} == operations, line[0]
         apart = re.search(r"\bsetp\.\w*nan\w*\.f64|\bv_cmp_[ou]_f", text)
-        assert apart or all(keeps for _, keeps in found), line[0]
+        assert apart or all(keeps for _, keeps in maxima), line[0]
 
 
 def test_unaligned_tensors_take_narrow_accesses(compiled):
@@ -246,16 +246,16 @@ def test_unaligned_tensors_take_narrow_accesses(compiled):
 
 
 def test_nothing_spills(compiled):
-    found = {(line["kernel"], line["variant"].split("+")[0]) for line in compiled[0]}
-    assert {("control", name) for name in rules.__all__} <= found
+    kernels = {(line["kernel"], line["variant"].split("+")[0]) for line in compiled[0]}
+    assert {("control", name) for name in rules.__all__} <= kernels
     assert [line[0] for line in compiled[0] if line["spills"] != "0"] == []
 
 
 def test_every_dtype_is_compiled_for_every_target(compiled):
     """Kernels that depend on a dtype are compiled for all dtypes."""
     for kernel in ("detect", "accumulate", "update"):
-        found = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == kernel}
-        assert found == set(itertools.product(aot.DTYPES, aot.TARGETS)), kernel
+        pairs = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == kernel}
+        assert pairs == set(itertools.product(aot.DTYPES, aot.TARGETS)), kernel
 
 
 @pytest.mark.parametrize("name", rules.__all__)
@@ -282,11 +282,11 @@ def test_refuses_what_it_cannot_compile(arguments, interpreted, error, monkeypat
 @pytest.mark.parametrize("name", rules.__all__)
 def test_every_built_in_rule_is_among_the_cases(name):
     """A new rule is compiled without an entry in any other list."""
-    tried = [case for case in aot.cases(rules.__all__, aot.DTYPES) if case.rule == name]
-    assert {case.dtype for case in tried} == set(aot.DTYPES)
+    cases = [case for case in aot.cases(rules.__all__, aot.DTYPES) if case.rule == name]
+    assert {case.dtype for case in cases} == set(aot.DTYPES)
     flags = getattr(rules, name).flags
-    assert len({case.flags for case in tried}) == 2 ** len(flags)
-    kernels = [launch.name for launch in aot.launches(tried[0])]
+    assert len({case.flags for case in cases}) == 2 ** len(flags)
+    kernels = [launch.name for launch in aot.launches(cases[0])]
     rule = getattr(rules, name)
     summing = ["line"] * len(rule.row_column_states_for((False,) * len(rule.flags)))
     summing += ["reduce", "sum", "control"] if rule.reduces else []

@@ -107,10 +107,10 @@ def test_rounding_is_without_bias_and_within_the_spacing(seed, exponent):
         us = (2 * torch.arange(n) + 1) / (2 * n)  # stand in for all random numbers
         rounded = torch.stack([decoded(*with_codec(y, codec, float(u))) for u in us])
         size = scales.repeat_interleave(codec.block)
-        held = y >= 2.0**-20 * size if codec is NON_NEGATIVE else y == y
+        mask = y >= 2.0**-20 * size if codec is NON_NEGATIVE else y == y
         gap = (y.abs() + added * size) / steps
-        assert ((rounded - y).abs() <= 1.01 * gap)[:, held].all()
-        assert ((rounded.mean(0) - y).abs() <= gap * (1 / n + 1e-3))[held].all()
+        assert ((rounded - y).abs() <= 1.01 * gap)[:, mask].all()
+        assert ((rounded.mean(0) - y).abs() <= gap * (1 / n + 1e-3))[mask].all()
 
 
 def with_codec(x, codec, u):
@@ -171,39 +171,39 @@ def test_a_codec_that_cannot_work_is_refused_where_it_is_written():
 
 
 def backends():
-    made = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
+    by_name = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 
-        made["triton"] = Triton()
-    return made
+        by_name["triton"] = Triton()
+    return by_name
 
 
 def row_of(n, rule, codecs, *, low=None, places=None):
     """A row of ``n`` elements, and its gradient."""
     param, flags = values(n, seed=n), (False,) * len(rule.flags)
-    kept = [
+    states = [
         encoded(torch.zeros(n), codec, 0.5) if codec is not None else (torch.zeros(n), None)
         for codec in codecs
     ]
     row = ParamRow(
         low or torch.float32,
         param=param,
-        state=tuple(codes for codes, _ in kept),
+        state=tuple(codes for codes, _ in states),
         copy=None if low is None else param.to(low),
         scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
         flags=flags,
         keys=torch.tensor(KEY),
         places=places or Places(),
         codecs=codecs,
-        scales=tuple(scales for _, scales in kept),
+        scales=tuple(scales for _, scales in states),
     )
     return row, values(n, seed=n + 1).to(row.grad_dtype)
 
 
-def stepped(backend, rule, hyper, made, *, flag=0.0):
-    """The bits of all tensors after three steps of the rows that ``made()`` returns."""
-    rows, grads = zip(*made(), strict=True)
+def bits_after_steps(backend, rule, hyper, make_rows, *, flag=0.0):
+    """The bits of all tensors after three steps of the rows that ``make_rows()`` returns."""
+    rows, grads = zip(*make_rows(), strict=True)
     work = Work(torch.device("cpu"), list(rows), [], rule, [hyper])
     for i in range(3):
         work.refresh([grad * (i + 1) for grad in grads], [hyper])
@@ -243,13 +243,13 @@ CASES = {
 def test_backends_store_the_same_bits(case):
     rule, hyper, codecs, options = CASES[case]
 
-    def made():
+    def make_rows():
         return [row_of(n, rule, codecs, **options) for n in (1, 1300, 256)]
 
-    found = {name: stepped(b, rule, hyper, made) for name, b in backends().items()}
-    first = found.pop("eager")
+    results = {name: bits_after_steps(b, rule, hyper, make_rows) for name, b in backends().items()}
+    first = results.pop("eager")
     assert any((t != 0).any() for t in first[1:3])
-    for name, others in found.items():
+    for name, others in results.items():
         for one, other in zip(first, others, strict=True):
             assert torch.equal(one, other), name
 
@@ -257,13 +257,13 @@ def test_backends_store_the_same_bits(case):
 def test_a_skipped_step_changes_no_bit():
     rule, hyper, codecs, _ = CASES["built in"]
 
-    def made():
+    def make_rows():
         return [row_of(300, rule, codecs)]
 
-    ((row, _),) = made()
+    ((row, _),) = make_rows()
     before = [row.param, *row.state, *row.scales, row.keys]
     for name, backend in backends().items():
-        after = stepped(backend, rule, hyper, made, flag=1.0)
+        after = bits_after_steps(backend, rule, hyper, make_rows, flag=1.0)
         assert all(map(torch.equal, before, after)), name
 
 
@@ -286,9 +286,9 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        stepped(backend, rule, hyper, lambda: [(whole, grad)])
+        bits_after_steps(backend, rule, hyper, lambda: [(whole, grad)])
         torch.set_num_threads(1)
-        stepped(backend, rule, hyper, lambda: [(part, grad[256:])])
+        bits_after_steps(backend, rule, hyper, lambda: [(part, grad[256:])])
     finally:
         torch.set_num_threads(threads)
     assert part.param is not None and torch.equal(part.param, whole.param[256:])

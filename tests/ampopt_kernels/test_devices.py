@@ -57,10 +57,10 @@ class Elsewhere(TorchFunctionMode):
 def test_only_from_pinned_memory_the_host_goes_on(kind, dtype, values):
     tensor = torch.tensor(values, dtype=torch.float32)
     with Elsewhere() as elsewhere:
-        found = to_device(tensor, torch.device(kind), dtype)
+        result = to_device(tensor, torch.device(kind), dtype)
     goes_on = kind in ("cuda:1", "xpu:0")
     is_there = kind == "cpu" and dtype != torch.float64
-    assert (found is tensor) == is_there
+    assert (result is tensor) == is_there
     assert elsewhere.copies == ([] if is_there else [(goes_on, goes_on)])
 
 

@@ -65,7 +65,7 @@ def test_low_bits_of_a_float32_master_leave_its_rounded_value_alone():
 
 
 # Saved masters have these bits: (dtype, parameter, low bits, master).
-SAVED = [
+PARTS_OF_MASTERS = [
     (torch.bfloat16, 1.0, 0, 1.0),
     (torch.bfloat16, 1.0, 127, 1 + 127 * 2.0**-15),
     (torch.bfloat16, -1.0, 1, -1 - 2.0**-15),
@@ -81,11 +81,11 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "param", "low", "master"), SAVED)
+@pytest.mark.parametrize(("dtype", "param", "low", "master"), PARTS_OF_MASTERS)
 def test_the_format_stays(dtype, param, low, master):
     """A checkpoint that has low bits is read years later."""
-    stored = torch.tensor([param], dtype=dtype), torch.tensor([low], dtype=LOW_BITS)
-    assert master_of(*stored).item() == master
+    parts = torch.tensor([param], dtype=dtype), torch.tensor([low], dtype=LOW_BITS)
+    assert master_of(*parts).item() == master
     again, low_again = split_master(torch.tensor([master]), dtype, 0.5)
     assert again.item() == param or low == -128  # the middle of two parameters belongs to both
     assert low_again.item() == low or low == -128
@@ -104,12 +104,12 @@ REPLACE = Rule(update=_replace, hyper=("unused",), state=(State("old", dtype=tor
 
 
 def backends():
-    made = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
+    by_name = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 
-        made["triton"] = Triton()
-    return made
+        by_name["triton"] = Triton()
+    return by_name
 
 
 BACKENDS = backends()
@@ -135,7 +135,7 @@ def test_backends_read_and_store_the_same_bits(dtype, elements, key):
     A parameter that is not finite has none.
     """
     columns = list(zip(*elements, strict=True))
-    kept: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, backend in BACKENDS.items():
         grad = torch.tensor(columns[0], dtype=torch.int32).view(torch.float32)
         param = torch.tensor(columns[1], dtype=torch.int16).view(dtype)
@@ -147,5 +147,5 @@ def test_backends_read_and_store_the_same_bits(dtype, elements, key):
         work = Work(CPU, [row], [grad], REPLACE, [[0.5]])
         run(lambda _, backend=backend: backend, [work], Request(check=False))
         masters = torch.where(readable, old, 0.0)
-        kept[name] = [fingerprint(t.nan_to_num(1.5)) for t in (param, masters)], low.tolist()
-    assert kept == dict.fromkeys(kept, kept["eager"])
+        results[name] = [fingerprint(t.nan_to_num(1.5)) for t in (param, masters)], low.tolist()
+    assert results == dict.fromkeys(results, results["eager"])

@@ -27,12 +27,12 @@ ROWS = [(Places(2**40), 9), (Places(5, NEAR), 300), (Places(5, FAR), 9300), (Pla
 
 
 def backends() -> list[Any]:
-    made: list[Any] = [Eager, Cpu, *[Compiled] * bool(cpp_compiler())]
+    classes: list[Any] = [Eager, Cpu, *[Compiled] * bool(cpp_compiler())]
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 
-        made.append(Triton)
-    return made
+        classes.append(Triton)
+    return classes
 
 
 @pytest.mark.parametrize("make", backends(), ids=lambda cls: cls.__name__)

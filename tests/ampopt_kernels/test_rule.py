@@ -51,9 +51,9 @@ GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "fast": True, "decay": 0.
 
 @pytest.mark.parametrize("role", ["update", "scalars"])
 def test_functions_must_be_marked(role):
-    given = {"update": update, "scalars": scalars, role: plain}
+    functions = {"update": update, "scalars": scalars, role: plain}
     with pytest.raises(TypeError, match=rf"Rule {role} must be .* marked with @ampopt_kernels.jit"):
-        Rule(hyper=("lr",), **given)
+        Rule(hyper=("lr",), **functions)
 
 
 @pytest.mark.parametrize(

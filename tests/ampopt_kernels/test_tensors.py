@@ -82,10 +82,12 @@ def test_shared_memory_by_the_definition(one, other, half):
     for tensor in (one, other):
         size = tensor.element_size()
         first = tensor.data_ptr() if tensor.numel() else 0
-        taken = {first + p * size + i for p in places(tensor) for i in range(size)}
-        taken = taken if tensor.numel() else set()
-        assert address_range(tensor) == ((min(taken), max(taken) + 1) if taken else (0, 0))
-        bytes_of.append(taken)
+        addresses = {first + p * size + i for p in places(tensor) for i in range(size)}
+        addresses = addresses if tensor.numel() else set()
+        assert address_range(tensor) == (
+            (min(addresses), max(addresses) + 1) if addresses else (0, 0)
+        )
+        bytes_of.append(addresses)
     if all(bytes_of):
         assert share_memory(one, other) == bool(bytes_of[0] & bytes_of[1])
 

@@ -106,9 +106,9 @@ def larger_and_smaller(x, y):
 def test_nan_is_neither_larger_nor_smaller_but_nan(y, first, of_tensors):
     values = (math.nan, y) if first else (y, math.nan)
     wide = functools.partial(torch.tensor, dtype=torch.float64)
-    given = [wide(v) if t else v for v, t in zip(values, of_tensors, strict=True)]
-    for chosen in torch_language.bind(larger_and_smaller)(*given):
-        assert math.isnan(float(chosen))
+    arguments = [wide(v) if t else v for v, t in zip(values, of_tensors, strict=True)]
+    for result in torch_language.bind(larger_and_smaller)(*arguments):
+        assert math.isnan(float(result))
 
 
 root = sqrt_rn

@@ -16,12 +16,12 @@ META = torch.device("meta")
 
 @given(tables=st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=4), max_size=8))
 def test_sends_only_what_changed(tables):
-    uploads, last, held = Uploads(), None, None
+    uploads, last, last_table = Uploads(), None, None
     for values in tables:
         table = uploads.get("rows", list(values), torch.int64, CPU)
         assert table.tolist() == values
-        assert (table is held) == (values == last)
-        last, held = values, table
+        assert (table is last_table) == (values == last)
+        last, last_table = values, table
 
 
 @given(
@@ -33,10 +33,10 @@ def test_sends_only_what_changed(tables):
 def test_an_array_is_sent_as_a_list_is(values, kind):
     """The array is copied: the table does not change when the array does."""
     code, dtype = kind
-    given = array(code, values)
-    table = Uploads().get("rows", given, dtype, CPU)
-    for place in range(len(given)):
-        given[place] += 1
+    numbers = array(code, values)
+    table = Uploads().get("rows", numbers, dtype, CPU)
+    for place in range(len(numbers)):
+        numbers[place] += 1
     assert table.dtype == dtype and table.tolist() == values
     assert torch.equal(table, Uploads().get("rows", values, dtype, CPU))
 
@@ -78,7 +78,7 @@ def test_what_a_graph_was_given_is_kept_when_other_tables_take_its_place(monkeyp
     uploads = Uploads()
     dropped = weakref.ref(uploads.get("rows", [1, 2], torch.int64, CPU))
     uploads.get("rows", [3, 4], torch.int64, CPU)
-    kept, other = weakref.ref(uploads.get("rows", [3, 4], torch.int64, CPU)), torch.ones(1)
+    rows, other = weakref.ref(uploads.get("rows", [3, 4], torch.int64, CPU)), torch.ones(1)
     monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: True)
     for _ in range(2):
         uploads.keep_while_captured(CPU, [other])
@@ -87,9 +87,9 @@ def test_what_a_graph_was_given_is_kept_when_other_tables_take_its_place(monkeyp
     uploads.keep_while_captured(CPU)
     uploads.get("rows", [6], torch.int64, CPU)
     other = weakref.ref(other)
-    assert [ref() is not None for ref in (dropped, kept, other, last)] == [False, True, True, False]
+    assert [ref() is not None for ref in (dropped, rows, other, last)] == [False, True, True, False]
     del uploads
-    assert kept() is other() is None
+    assert rows() is other() is None
 
 
 def test_another_device_gets_its_own():

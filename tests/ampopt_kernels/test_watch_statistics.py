@@ -99,9 +99,9 @@ def defined(history):
     table = [[0.0] * COLUMNS for _ in range(PLACES)]
     totals, ring = [0.0] * (1 + len(CAUSES)), [[0.0] * RING for _ in range(LAST)]
     for number, step in enumerate(history, start=1):
-        known = step.rows if step.looked else []
-        squares = 0.0 if known else NOT_GIVEN
-        for place, flag, (largest, used, flushed, square) in known:
+        rows = step.rows if step.looked else []
+        squares = 0.0 if rows else NOT_GIVEN
+        for place, flag, (largest, used, flushed, square) in rows:
             row = table[place]
             row[0] = max(row[0], largest)
             if not step.cause:
@@ -111,7 +111,7 @@ def defined(history):
             if flag:
                 row[COUNTS + int(row[1]) % (COLUMNS - COUNTS)] = number
                 row[1] += 1
-        if any(flag for _, flag, _ in known):
+        if any(flag for _, flag, _ in rows):
             squares = math.inf
         if step.notes_step:
             totals[0] = totals[0] + 1 if step.cause else 0.0
@@ -128,19 +128,19 @@ def defined(history):
 def test_each_backend_notes_what_is_defined(engine, history):
     backend, statistics, uploads = ALL[engine](), zeros(PLACES, LAST, CPU), Uploads()
     for number, step in enumerate(history, start=1):
-        found, parts = step.found()
+        report, parts = step.found()
         attempt, notes_step = step.attempt(number), step.notes_step
-        backend.note(statistics, attempt, found, parts, uploads, notes_step=notes_step)
+        backend.note(statistics, attempt, report, parts, uploads, notes_step=notes_step)
     table, totals, ring = defined(history)
     assert statistics.parameters.tolist() == table
     assert statistics.totals.tolist() == totals
     noted = statistics.ring.tolist()
-    squares, wanted = ([entry.pop(3) for entry in of] for of in (noted, ring))
+    squares, expected = ([entry.pop(3) for entry in of] for of in (noted, ring))
     assert noted == ring
     if engine == "triton":  # which adds some at a time
-        assert squares == pytest.approx(wanted, rel=1e-15)
+        assert squares == pytest.approx(expected, rel=1e-15)
     else:
-        assert squares == wanted
+        assert squares == expected
 
 
 @pytest.mark.parametrize("engine", ["triton", "compiled"])
@@ -148,11 +148,11 @@ def test_a_parameter_in_several_parts_is_one(engine):
     backend, statistics = ALL[engine](), zeros(1, 1, CPU)
     parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
     for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
-        found = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
+        report = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
         backend.note(
             statistics,
             RecordedStep(number),
-            found,
+            report,
             [ChunkRange(0, 2, 0)],
             Uploads(),
             notes_step=True,

@@ -89,21 +89,21 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._played: list[Callable[[], None]] = []
-        self._made: list[Tensor] = []  # memory that belongs to the graph
+        self._outputs: list[Tensor] = []  # memory that belongs to the graph
         self._launching = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._launching:
-            given = {_place(t) for t in _tensors((args, kwargs))}
-            made = [None if _place(t) in given else t for t in _tensors(result)]
+            inputs = {_place(t) for t in _tensors((args, kwargs))}
+            outputs = [None if _place(t) in inputs else t for t in _tensors(result)]
             captured = self._borrowed(func.__name__, (args, kwargs))
-            self._made += [t for t in made if t is not None]
+            self._outputs += [t for t in outputs if t is not None]
 
             def again() -> None:
                 args, kwargs = _lent(captured)
-                for old, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+                for old, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
                     if old is not None:
                         old.copy_(value)
 
@@ -127,7 +127,7 @@ class _Tape(TorchDispatchMode):
 
     def _borrowed(self, name: str, arguments: Any) -> Any:
         """Replace tensors that do not belong to the graph by references that may dangle."""
-        own = {_place(t) for t in self._made}
+        own = {_place(t) for t in self._outputs}
         return pytree.tree_map_only(
             Tensor, lambda t: t if _place(t) in own else _Borrowed(name, t), arguments
         )

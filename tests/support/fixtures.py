@@ -96,10 +96,10 @@ def process_group():
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    held = dist.group.WORLD
+    group = dist.group.WORLD
     yield
     dist.destroy_process_group()
-    del held
+    del group
 
 
 @pytest.fixture(scope="session")

@@ -168,8 +168,8 @@ class Built:
 
     def __post_init__(self) -> None:
         rule = self.plan.rule
-        made = [self._row(row, rule) for row in self.plan.rows]
-        self.work = Work(CPU, [r for r, _ in made], [g for _, g in made], rule, self.plan.hyper)
+        pairs = [self._row(row, rule) for row in self.plan.rows]
+        self.work = Work(CPU, [r for r, _ in pairs], [g for _, g in pairs], rule, self.plan.hyper)
         self._around = [placed.around() for placed in self.placed]
 
     def _row(self, plan: RowPlan, rule: Rule | None) -> tuple[ParamRow, Tensor]:

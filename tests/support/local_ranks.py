@@ -104,8 +104,8 @@ class Ranks:
         """By rank: whether its function returned, and the result or the traceback."""
         outcomes: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(waiting), left):
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), seconds):
                 rank = waiting.pop(ready)  # type: ignore[arg-type]
                 try:
                     outcomes[rank] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
@@ -127,8 +127,8 @@ class Ranks:
         """Kill all processes, and return their stacks."""
         if not self._ranks:
             return ""
-        asked = [_signalled(process, signal.SIGUSR1) for process, _ in self._ranks]
-        time.sleep(0.2 * any(asked))
+        signals = [_signalled(process, signal.SIGUSR1) for process, _ in self._ranks]
+        time.sleep(0.2 * any(signals))
         for process, connection in self._ranks:
             if _signalled(process, signal.SIGKILL):
                 _wait_for_end(connection)

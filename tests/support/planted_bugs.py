@@ -352,10 +352,10 @@ class NoFloor(Plain):
 @planted("keeps a buffer in an attribute", "saving_and_loading_at_any_point_changes_nothing")
 class InAttribute(Plain):
     def update(self):
-        held = self.__dict__.setdefault("buffers", {})
+        buffers = self.__dict__.setdefault("buffers", {})
         for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if p.grad is not None:
-                buffer = held.setdefault(index, torch.zeros_like(p))
+                buffer = buffers.setdefault(index, torch.zeros_like(p))
                 buffer.mul_(0.5).add_(p.grad)
                 p.sub_(0.125 * buffer)
 
@@ -504,12 +504,12 @@ class PositiveMean(Coded):
 )
 class Unscaled(Coded):
     def state_dict(self):
-        found = super().state_dict()
+        state_dict = super().state_dict()
         states = {
             key: {name: value for name, value in state.items() if not name.endswith("_scale")}
-            for key, state in found["state"].items()
+            for key, state in state_dict["state"].items()
         }
-        return {**found, "state": states}
+        return {**state_dict, "state": states}
 
 
 @planted(
@@ -647,9 +647,9 @@ class KeepsGradients(Plain):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self.kept = {p: p.grad for p in params}
+            self.last_grads = {p: p.grad for p in params}
         for p in params:
-            p.grad = self.__dict__.get("kept", {}).get(p, p.grad)
+            p.grad = self.__dict__.get("last_grads", {}).get(p, p.grad)
         self.update()
         return loss
 

@@ -119,8 +119,8 @@ class Preloaded:
                 _run, command, dict(environment), where, *map(str, files)
             ) as connection:
                 code = connection.recv()
-            printed = [file.read_text(encoding="utf-8") for file in files]
-        return subprocess.CompletedProcess(command, code, *printed)
+            outputs = [file.read_text(encoding="utf-8") for file in files]
+        return subprocess.CompletedProcess(command, code, *outputs)
 
     def close(self) -> None:
         """End the process; processes that it has started continue."""
@@ -170,8 +170,8 @@ def _reap(*_: Any) -> None:
 def _become_of(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    named = environment.get("PYTHONPATH", "")
-    sys.path[:] = [*filter(None, named.split(os.pathsep)), *_site]
+    path = environment.get("PYTHONPATH", "")
+    sys.path[:] = [*filter(None, path.split(os.pathsep)), *_site]
 
 
 def _run(

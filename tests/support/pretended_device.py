@@ -24,7 +24,7 @@ _IN_NO_FIXED_ORDER = ("cumsum", "cumprod")
 """Float operations that CUDA refuses under ``torch.use_deterministic_algorithms(True)``."""
 looks: list[str] = []
 """Names of the operations that have read values back."""
-_made: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()
+_wrappers: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()
 """All tensors on pretended devices, by ``id``."""
 
 
@@ -39,7 +39,7 @@ class _There(Tensor):
             cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device
         )
         there.held = held
-        _made[id(there)] = there
+        _wrappers[id(there)] = there
         return there
 
     @classmethod
@@ -63,15 +63,15 @@ class _Pretending(TorchDispatchMode):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     moves = name in ("_to_copy", "copy_", "_copy_from", "_foreach_copy_")
-    devices = {t.device for t in given if moves or t.ndim or t.device != CPU}
+    devices = {t.device for t in inputs if moves or t.ndim or t.device != CPU}
     away = {d for d in devices if d != CPU}
-    wanted = kwargs.get("device")
-    if wanted is not None:
-        wanted = torch.device(wanted)
+    device = kwargs.get("device")
+    if device is not None:
+        device = torch.device(device)
     if moves:
-        to = wanted or (args[0].device if name == "_to_copy" else _first(args[0]).device)
+        to = device or (args[0].device if name == "_to_copy" else _first(args[0]).device)
         blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if away and to == CPU:
             assert blocks, f"{name} to the host is not waited for"
@@ -79,23 +79,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             assert blocks, f"{name} from memory that is not pinned is not waited for"
     else:
         assert len(devices) <= 1, f"{name} of tensors on {sorted(map(str, devices))}"
-        to = wanted or next(iter(devices), CPU)
+        to = device or next(iter(devices), CPU)
     if away and name in _IN_NO_FIXED_ORDER:
-        assert not any(t.is_floating_point() for t in given), f"{name} has no fixed order there"
+        assert not any(t.is_floating_point() for t in inputs), f"{name} has no fixed order there"
     if away and name in _READ:
         looks.append(name)
-    if wanted is not None:
+    if device is not None:
         kwargs = {**kwargs, "device": CPU}
-    held_args, held_kwargs = pytree.tree_map(_held, (args, kwargs))
+    held_args, held_kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
     result = func(*held_args, **held_kwargs)
-    there = {id(t.held): t for t in given if isinstance(t, _There)}
+    there = {id(t.held): t for t in inputs if isinstance(t, _There)}
 
-    def placed(made: Any) -> Any:
-        if not isinstance(made, Tensor) or isinstance(made, _There):
-            return made
-        if id(made) in there:  # the result of an in-place operation
-            return there[id(made)]
-        return made if to == CPU else _There(made, to)
+    def placed(result: Any) -> Any:
+        if not isinstance(result, Tensor) or isinstance(result, _There):
+            return result
+        if id(result) in there:  # the result of an in-place operation
+            return there[id(result)]
+        return result if to == CPU else _There(result, to)
 
     return pytree.tree_map(placed, result)
 
@@ -104,7 +104,7 @@ def _first(value: Any) -> Tensor:
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _held(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     return value.held if isinstance(value, _There) else value
 
 
@@ -123,12 +123,12 @@ def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str
     if not programs:  # compile only
         return
     with _unreadable_beside(device):
-        interpret(CPU, kernel, programs, {key: _held(value) for key, value in arguments.items()})
+        interpret(CPU, kernel, programs, {key: _on_cpu(value) for key, value in arguments.items()})
 
 
 @contextmanager
 def _unreadable_beside(device: torch.device) -> Iterator[None]:
-    elsewhere = [t.held.untyped_storage() for t in _made.values() if t.device != device]
+    elsewhere = [t.held.untyped_storage() for t in _wrappers.values() if t.device != device]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in elsewhere}
     contents = {address: ctypes.string_at(address, n) for address, n in sizes.items()}
     for address, n in sizes.items():
@@ -146,8 +146,8 @@ def pretending() -> Iterator[None]:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-        made = of_cpu(data, **kwargs)
-        return made if device is None else made.to(device)
+        result = of_cpu(data, **kwargs)
+        return result if device is None else result.to(device)
 
     _setup_privateuseone_for_python_backend("pretend")
     of_cpu, torch.tensor = torch.tensor, tensor  # torch.tensor bypasses the dispatcher

@@ -28,15 +28,15 @@ def headings(page: Path) -> list[str]:
 
 def blocks() -> dict[str, str]:
     """The Python blocks of README.md and the guides, by the heading above each."""
-    found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for page in (README, *GUIDES):
         heading = ""
         for part in _parts(page):
             heading = part["heading"] or heading
             if part["language"] == "python":
-                assert heading not in found, f"two blocks, and only one name for them: {heading}"
-                found[heading] = part["code"]
-    return found
+                assert heading not in codes, f"two blocks, and only one name for them: {heading}"
+                codes[heading] = part["code"]
+    return codes
 
 
 def run(heading: str, folder: Path) -> dict[str, Any]:

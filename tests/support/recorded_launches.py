@@ -29,7 +29,7 @@ class Launcher:
         self.name, self.signature = metadata.name, list(source.signature.values())
 
     def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
-        given = [
+        values = [
             a.data_ptr() if isinstance(a, torch.Tensor) else a
             for a, kind in zip(arguments, self.signature, strict=True)
             if kind != "constexpr"
@@ -40,7 +40,7 @@ class Launcher:
                 "kernel": self.name,
                 "grid": [x, y, z],
                 "stream": stream,
-                "given": given,
+                "given": values,
                 "by_address": not any(isinstance(a, torch.Tensor) for a in arguments),
             }
         )
@@ -73,8 +73,8 @@ def main() -> None:
     expected = []
 
     def record(device, kernel, programs, arguments):
-        given = [arguments[p.name] for p in kernel.params if not p.is_constexpr]
-        expected.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given])
+        values = [arguments[p.name] for p in kernel.params if not p.is_constexpr]
+        expected.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in values])
         launch(device, kernel, programs, arguments)
 
     backend = Triton(record)

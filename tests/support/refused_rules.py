@@ -29,7 +29,7 @@ def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
 
     The message is the same each time that the rule is tried.
     """
-    said = set()
+    messages = set()
     for step in (
         lambda optimizer: optimizer.step(),
         lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),
@@ -41,8 +41,8 @@ def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
         before = everything(optimizer), bits(param.grad)
         with pytest.raises(error) as raised:
             step(optimizer)
-        said.add(str(raised.value))
+        messages.add(str(raised.value))
         for part in ("Author's rule", *message):
             assert part in str(raised.value)
         assert (everything(optimizer), bits(param.grad)) == before
-    assert len(said) == 1
+    assert len(messages) == 1

@@ -25,22 +25,22 @@ _builder: Any = interpreter.interpreter_builder
 
 def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``operation``, a builtin of the language, with recorded builder calls."""
-    known: dict[Any, _Requests | None] = {}
+    requests_of: dict[Any, _Requests | None] = {}
 
-    def remembered(*args: Any, member: Any = operation, **named: Any) -> Any:
+    def remembered(*args: Any, member: Any = operation, **kwargs: Any) -> Any:
         operands = args
-        if named:
-            if named.get("_semantic") is not None:  # an operation calls it, which is recorded
-                return member(*args, **named)
-            named.pop("_semantic", None)
-            operands = (*args, *named.values())
-        key = *[x.type.name if type(x) is _Tensor else _described(x) for x in operands], *named
-        if key not in known:
-            made, known[key] = _listened_to(member, args, named)
-            return made
-        requests = known[key]
+        if kwargs:
+            if kwargs.get("_semantic") is not None:  # an operation calls it, which is recorded
+                return member(*args, **kwargs)
+            kwargs.pop("_semantic", None)
+            operands = (*args, *kwargs.values())
+        key = *[x.type.name if type(x) is _Tensor else _described(x) for x in operands], *kwargs
+        if key not in requests_of:
+            result, requests_of[key] = _listened_to(member, args, kwargs)
+            return result
+        requests = requests_of[key]
         if requests is None:
-            return member(*args, **named, _semantic=interpreter.interpreter_semantic)
+            return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
         return requests.repeated([x.handle for x in operands if type(x) is _Tensor])
 
     # ampopt_kernels.triton.uninterpreted finds the interpreter's replacements by their module.
@@ -89,13 +89,13 @@ class _Requests:
             values[place] = method(*arguments(values))
         if self.place is None:
             return None
-        made = _Tensor.__new__(_Tensor)
-        vars(made).update(self.tensor, handle=values[self.place])
-        return made
+        result = _Tensor.__new__(_Tensor)
+        vars(result).update(self.tensor, handle=values[self.place])
+        return result
 
 
 def _listened_to(
-    operation: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, _Requests | None]:
     """Run an operation; return its result, and the recorded calls if they can be repeated."""
     operands: list[Any] = []
@@ -107,17 +107,17 @@ def _listened_to(
         return _Tensor(operands[-1], x.type)
 
     args = tuple(map(apart, args))
-    named = {name: apart(x) for name, x in named.items()}
+    kwargs = {name: apart(x) for name, x in kwargs.items()}
     listener = _Listener(operands)
-    made = operation(*args, **named, _semantic=TritonSemantic(listener))
+    result = operation(*args, **kwargs, _semantic=TritonSemantic(listener))
     place, tensor = None, {}
-    if type(made) is _Tensor:
-        place, tensor = listener.place_of(made.handle), vars(made).copy()
+    if type(result) is _Tensor:
+        place, tensor = listener.place_of(result.handle), vars(result).copy()
         del tensor["handle"]  # repeated() sets it
-    if not listener.understood or type(made) not in (_Tensor, type(None)):
-        return made, None
-    given = [x if i in listener.constant else None for i, x in enumerate(listener.values)]
-    return made, _Requests(given[len(operands) :], listener.calls, place, tensor)
+    if not listener.understood or type(result) not in (_Tensor, type(None)):
+        return result, None
+    constants = [x if i in listener.constant else None for i, x in enumerate(listener.values)]
+    return result, _Requests(constants[len(operands) :], listener.calls, place, tensor)
 
 
 class _Listener:
@@ -138,16 +138,16 @@ class _Listener:
             return method
 
         def ask(*arguments: Any) -> Any:
-            made = method(*arguments)
+            result = method(*arguments)
             places = [self.place_of(x) for x in arguments]
-            place = self._place(made)
+            place = self._place(result)
             if name.startswith("get_") or (
                 name in ("create_splat", "create_make_range") and self.constant.issuperset(places)
             ):
                 self.constant.add(place)  # a type, a number, or a block of constants
             else:
                 self.calls.append((method, _those_at(places), place))
-            return made
+            return result
 
         return ask
 

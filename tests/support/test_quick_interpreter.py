@@ -101,11 +101,11 @@ def test_operations_give_the_same(name, dtype):
 
     def given(operation: Any, *operands: Any, **named: Any) -> Any:
         try:
-            made = operation(*operands, **named)
+            results = operation(*operands, **named)
         except Exception as error:
             return str(error)
-        made = made if isinstance(made, tuple) else [made]
-        return [(x.type.name, x.dtype, list(x.shape), x.handle.data.tobytes()) for x in made]
+        results = results if isinstance(results, tuple) else [results]
+        return [(x.type.name, x.dtype, list(x.shape), x.handle.data.tobytes()) for x in results]
 
     with compiler():
         for n in range(3):
@@ -158,10 +158,10 @@ def test_the_interpreters_own_replacements_are_put_in_and_taken_out():
         return changes
 
     before = dict(vars(tl)), dict(vars(tl.tensor))
-    found = [replaced() for _ in range(3)]
+    replacements = [replaced() for _ in range(3)]
     with plain_interpreter():
         scope = ours._patch_lang(function)
         expected = [(owner, name) for owner, name, _ in scope._changes]
         scope.restore()
-    assert found == [expected] * 3
+    assert replacements == [expected] * 3
     assert (dict(vars(tl)), dict(vars(tl.tensor))) == before

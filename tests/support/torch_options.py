@@ -139,9 +139,9 @@ _MORE: list[tuple[str, str, dict[str, Any]]] = [
 
 def _option_sets() -> Iterator[OptionSet]:
     for name, info in _DB.items():
-        given = [(i.desc, i.kwargs) for i in info.optim_inputs_func(device="cpu")]
-        given += [(what, options) for n, what, options in _MORE if n == name]
-        for what, options in given:
+        option_sets = [(i.desc, i.kwargs) for i in info.optim_inputs_func(device="cpu")]
+        option_sets += [(what, options) for n, what, options in _MORE if n == name]
+        for what, options in option_sets:
             yield OptionSet(name, what, options, info.supported_impls, info.supports_complex)
 
 

@@ -68,8 +68,8 @@ def give(optimizer: Any, step: Step | float, scale: Any = 1.0) -> None:
         numbers = step.numbers if step.bad is None else (step.bad, *step.numbers[1:])
     else:
         numbers = (step,) * sum(p.numel() for p in params)
-    given = torch.tensor(tuple(numbers)).split([p.numel() for p in params])
-    for p, values in zip(params, given, strict=True):
+    grads = torch.tensor(tuple(numbers)).split([p.numel() for p in params])
+    for p, values in zip(params, grads, strict=True):
         grad = values.reshape(p.shape) * scale
         if sparse:
             rows = torch.arange(p.shape[0])[None]
@@ -105,15 +105,15 @@ def scaler_for(param: Parameter, init_scale: float = 4.0) -> Any:
 def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[Any]:
     """Take ``steps``, and return the scaler's state after each."""
     scaler.scale(torch.zeros(()))
-    seen = []
+    states = []
     for step in steps:
         give(optimizer, step, scaler.get_scale())
         if unscale_first:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        seen.append(scaler.state_dict())
-    return seen
+        states.append(scaler.state_dict())
+    return states
 
 
 def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:

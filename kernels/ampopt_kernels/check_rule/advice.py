@@ -87,27 +87,27 @@ _BY_PATTERN = {
 """Advice by a pattern in the message or in the code."""
 
 
-def advice(said: str, code: str) -> str | None:
+def advice(message: str, code: str) -> str | None:
     """The advice for code that a rule must not have: what to write instead.
 
     Args:
-        said: the message of the error that the code caused.
+        message: the message of the error that the code caused.
         code: the code at fault: an expression or a line.
 
     Returns:
         A sentence without its full stop, or ``None``.
     """
-    for searched in (said, code):
+    for text in (message, code):
         for pattern, sentence in _BY_PATTERN.items():
-            if re.search(pattern, searched):
+            if re.search(pattern, text):
                 return sentence
-    missing = re.findall(r"(\w+)'? is not defined", said)
-    missing += re.findall(r"uses tl\.(\w+), which not every", said)
-    called = re.findall(r"((?:\w+|[)\]])\.)?\b(\w+)\(", code)
-    missing += [f for of, f in called if of != "tl." and (of or f not in _OF_PACKAGE)]
-    for sentence in filter(None, map(_instead_of, missing)):
+    names = re.findall(r"(\w+)'? is not defined", message)
+    names += re.findall(r"uses tl\.(\w+), which not every", message)
+    calls = re.findall(r"((?:\w+|[)\]])\.)?\b(\w+)\(", code)
+    names += [f for of, f in calls if of != "tl." and (of or f not in _OF_PACKAGE)]
+    for sentence in filter(None, map(_instead_of, names)):
         return sentence
-    if re.search("Unsupported function referenced|real number|is not defined", said) or called:
+    if re.search("Unsupported function referenced|real number|is not defined", message) or calls:
         return "Call functions of tl and of ampopt_kernels, and your own marked with jit"
     return None
 

@@ -48,10 +48,10 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
             torch_language.bind(function, LANGUAGE)(*(block,) * n)
     except Exception as error:  # of any type, because the author's functions run here
         where, code = raised_at(error)
-        said = str(error).replace("'_Expression'", "'block'")
+        message = str(error).replace("'_Expression'", "'block'")
         parts = [
-            f"{role} of {owner}'s rule cannot be compiled for the CPU: {where}{said}",
-            advice(said, code),
+            f"{role} of {owner}'s rule cannot be compiled for the CPU: {where}{message}",
+            advice(message, code),
             "See ampopt_kernels.Rule for all that it may use",
         ]
         raise ValueError(". ".join(filter(None, parts))) from error

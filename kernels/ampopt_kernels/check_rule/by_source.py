@@ -51,10 +51,10 @@ def _refused(source: FunctionSource) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, (ast.Assert, ast.Raise)):
             yield node, _RAISES
     for call, root in source.calls():
-        written = ast.unparse(call)
+        code = ast.unparse(call)
         if isinstance(root, types.ModuleType) and root.__name__ not in _LANGUAGES:
-            yield call, f"a rule cannot call functions of {root.__name__}. {advice('', written)}"
+            yield call, f"a rule cannot call functions of {root.__name__}. {advice('', code)}"
         elif isinstance(call.func, ast.Name) and call.func.id == "print":
             yield call, _PRINT
         elif isinstance(call.func, ast.Attribute) and root is None and call.func.attr != "to":
-            yield call, f"a rule cannot call methods of values. {advice('', written)}"
+            yield call, f"a rule cannot call methods of values. {advice('', code)}"

@@ -210,27 +210,31 @@ def _explained(function: Any, error: Any) -> str:
     errors = [error]
     while hasattr(errors[-1].__cause__, "node"):  # from the caller to the called function
         errors.append(errors[-1].__cause__)
-    said = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
+    message = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
     sources = {source.text: source for source in map(FunctionSource, authored(function))}
     places = [
         (source, call)
         for source in sources.values()
-        for call, called in source.calls()
-        if isinstance(called, types.FunctionType) and not hasattr(called, "fn")
+        for call, callee in source.calls()
+        if isinstance(callee, types.FunctionType) and not hasattr(callee, "fn")
     ]
-    if not (places and "Unsupported function" in said):  # Triton names only the caller for these
+    if not (places and "Unsupported function" in message):  # Triton names only the caller for these
         # The innermost function that is the author's own.
         places = [(sources[e.src], e.node) for e in reversed(errors) if e.src in sources]
     where = places[0][0].place(places[0][1]) if places else FunctionSource(function.fn).place(None)
-    instead = advice(said, where.partition("`")[2].rstrip("`"))
-    parts = [f"{where}: {_plain(said)}", instead, "See ampopt_kernels.Rule for all that it may use"]
+    instead = advice(message, where.partition("`")[2].rstrip("`"))
+    parts = [
+        f"{where}: {_plain(message)}",
+        instead,
+        "See ampopt_kernels.Rule for all that it may use",
+    ]
     return ". ".join(filter(None, parts))
 
 
-def _plain(said: str) -> str:
+def _plain(message: str) -> str:
     """The first sentence of Triton's message, which may be the ``repr`` of an exception."""
-    inner = re.fullmatch(r"\w+\((['\"])(.*)\1\)", said, re.DOTALL)
-    text = (inner[2] if inner else said).replace("\\n", " ").replace("\\'", "'")
+    inner = re.fullmatch(r"\w+\((['\"])(.*)\1\)", message, re.DOTALL)
+    text = (inner[2] if inner else message).replace("\\n", " ").replace("\\'", "'")
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
     return " ".join(text.split()).split(". ")[0].rstrip(".")
 

@@ -26,14 +26,14 @@ class Function:
         name: which function: ``"update"``, ``"scalars"``, ...
         owner: name of the optimizer class.
         definition: the author's Python function.
-        declared: for each argument that is a tuple, its position, length and declaration, such as
-            ``(2, 1, "declares 1, state=['momentum'] under flags {}")``.
+        declarations: for each argument that is a tuple, its position, length and declaration, such
+            as ``(2, 1, "declares 1, state=['momentum'] under flags {}")``.
     """
 
     name: str
     owner: str
     definition: Any
-    declared: tuple[tuple[int, int, str], ...]
+    declarations: tuple[tuple[int, int, str], ...]
 
     @property
     def title(self) -> str:
@@ -60,17 +60,17 @@ class Function:
         except Broken as error:
             raise ValueError(f"{self.title} {error}") from None
         except AttributeError as error:
-            said, instead = str(error), advice(str(error), "")
+            message, instead = str(error), advice(str(error), "")
             if instead is not None:  # in place of a list of all functions
-                said = f"{said.partition('. ')[0]}. {instead}"
-            raise AttributeError(f"{self._place_of(error)}{said}") from error
+                message = f"{message.partition('. ')[0]}. {instead}"
+            raise AttributeError(f"{self._place_of(error)}{message}") from error
         except (IndexError, NameError, TypeError, ValueError) as error:
             raise ValueError(f"{self._place_of(error)}{self._explained(error)}") from error
         except RuntimeError as error:
-            said = str(error).rstrip(".")
-            instead = advice(said, "") or advice("truth value", "")
+            message = str(error).rstrip(".")
+            instead = advice(message, "") or advice("truth value", "")
             raise ValueError(
-                f"{self._place_of(error)}the rule is not elementwise: {said}. {instead}"
+                f"{self._place_of(error)}the rule is not elementwise: {message}. {instead}"
             ) from error
         if not all(map(torch.equal, tensors, before)):
             raise ValueError(
@@ -118,16 +118,20 @@ class Function:
         """The message of ``error``, with the declaration of the arguments that its line reads."""
         code = raised_at(error)[1]
         names = self.definition.__code__.co_varnames
-        arguments = [(re.escape(names[i]), n, declared) for i, n, declared in self.declared]
-        for name, n, declared in arguments:
+        arguments = [
+            (re.escape(names[i]), n, declaration) for i, n, declaration in self.declarations
+        ]
+        for name, n, declaration in arguments:
             indices = map(int, re.findall(rf"\b{name}\[(\d+)\]", code))
             beyond = [index for index in indices if index >= n]
             if beyond and isinstance(error, IndexError):
-                return f"the rule {declared}, but reads {name}[{beyond[0]}]"
-        said = f"{type(error).__name__}: {error}"
-        if not isinstance(error, IndexError) and "unpack" not in said:
-            return ". ".join(filter(None, (said, advice(str(error), code))))
-        every = [declared for _, _, declared in arguments]
-        read = [declared for name, _, declared in arguments if re.search(rf"\b{name}\b", code)]
-        declared = f"The rule {'; '.join(read or every)}" if every else None
-        return ". ".join(filter(None, (said, declared)))
+                return f"the rule {declaration}, but reads {name}[{beyond[0]}]"
+        message = f"{type(error).__name__}: {error}"
+        if not isinstance(error, IndexError) and "unpack" not in message:
+            return ". ".join(filter(None, (message, advice(str(error), code))))
+        every = [declaration for _, _, declaration in arguments]
+        of_line = [
+            declaration for name, _, declaration in arguments if re.search(rf"\b{name}\b", code)
+        ]
+        sentence = f"The rule {'; '.join(of_line or every)}" if every else None
+        return ". ".join(filter(None, (message, sentence)))

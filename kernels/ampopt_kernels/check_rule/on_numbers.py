@@ -52,14 +52,14 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     flags_text = f"flags {dict(zip(rule.flags, flags, strict=True))}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
-    read = [part.name for part in rule.tensor_state_for(flags)]
-    of_state = (2, len(read), f"declares {len(read)}, state={read} under {flags_text}")
+    inputs = [part.name for part in rule.tensor_state_for(flags)]
+    of_state = (2, len(inputs), f"declares {len(inputs)}, state={inputs} under {flags_text}")
     of_scalars = (0, len(scalars), f"declares {len(scalars)}, scalar_state={scalars}")
     of_hyper = (n_hyper, f"declares {n_hyper}, hyper={rule.hyper}")
     of_flags = (len(flags), f"declares {len(flags)}, flags={rule.flags}")
 
-    def function(name: str, *declared: tuple[int, int, str]) -> Function:
-        return Function(name, owner, getattr(rule, name).fn, declared)
+    def function(name: str, *declarations: tuple[int, int, str]) -> Function:
+        return Function(name, owner, getattr(rule, name).fn, declarations)
 
     one, two = (torch.ones(n, dtype=torch.float64, device="cpu") for n in ((), 2))
     s, h, of_two = (one,) * len(scalars), (one * 0.5,) * n_hyper, (two,) * len(scalars)
@@ -75,7 +75,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         of_blocks = (of_state, (3, *of_hyper), (4, *of_flags))
         if rule.row_column_states_for(flags):
             _try_row_column_states(rule, flags, h, function("averages", *of_blocks))
-        terms = _Blocks(function("reduce", *of_blocks), h, flags, read)
+        terms = _Blocks(function("reduce", *of_blocks), h, flags, inputs)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
         in_norm = [("before_reduce", "h", len(h), "reduce"), ("reduce", "terms", n_terms, "terms")]
@@ -83,8 +83,8 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
             (i, n_terms, f"gets {n_terms} sums, one for each term of reduce") for i in (3, 4)
         )
     n_arguments = rule.scalars_arguments
-    declared = (of_scalars, (1, *of_hyper), (2, *of_flags), *of_sums)[:n_arguments]
-    call = function("scalars", *declared)
+    declarations = (of_scalars, (1, *of_hyper), (2, *of_flags), *of_sums)[:n_arguments]
+    call = function("scalars", *declarations)
     s, h = call(_pair, rule.torch_scalars, s, h, flags, sums, sums)
     # Backends may pass the scalars of several parameters as vectors; totals stay 0-d.
     call(_pair, rule.torch_scalars, *given_two, flags, (two,) * len(sums), sums)
@@ -95,8 +95,8 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     of_hyper = _given_h(rule.scalars is not keep, "scalars", h, of_hyper)
     call = function("update", of_state, (3, *of_hyper), (4, *of_flags))
 
-    def updated(returned: Any) -> dict[str, Any]:
-        p, new = _pair(returned, f"the new p and a tuple of {len(states)} states, {states}")
+    def updated(result: Any) -> dict[str, Any]:
+        p, new = _pair(result, f"the new p and a tuple of {len(states)} states, {states}")
         if not isinstance(new, tuple) or len(new) != len(states):
             raise Broken(
                 f"returned {_count(new)} states, but under {flags_text} the rule "
@@ -104,7 +104,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
             )
         return dict(zip(("p", *states), (p, *new), strict=True))
 
-    update = _Blocks(call, h, flags, read, rule.draws)
+    update = _Blocks(call, h, flags, inputs, rule.draws)
     update.check(rule.torch_update_in(torch.float32), updated)
 
 
@@ -137,9 +137,9 @@ def _try_row_column_states(
             f"columns, {names}: return one for each, in their order"
         )
     n, of_flags = len(names), (3, len(flags), f"declares {len(flags)}, flags={rule.flags}")
-    declared = [(i, n, f"declares {n}, states of rows and columns={names}") for i in (0, 1)]
+    declarations = [(i, n, f"declares {n}, states of rows and columns={names}") for i in (0, 1)]
     of_h = (2, len(h), f"gets {len(h)} numbers, the h of reduce")
-    factors = Function("factors", averages.owner, rule.factors, (*declared, of_h, of_flags))
+    factors = Function("factors", averages.owner, rule.factors, (*declarations, of_h, of_flags))
     blocks = tuple(torch.full(part.beside((2, 3)), 0.5, device="cpu") for part in parts)
     numbers = tuple(float(x) for x in h)
     results = factors(_pair, rule.factors, blocks, blocks, numbers, flags)
@@ -200,12 +200,12 @@ def _check_number(role: str, what: str, n: int, without_flags: int, flags_text: 
         )
 
 
-def _terms(returned: Any) -> dict[str, Any]:
+def _terms(result: Any) -> dict[str, Any]:
     """The terms that ``reduce`` returned, by name."""
-    if not isinstance(returned, tuple):
-        got = None if returned is None else f"a {type(returned).__name__}"
+    if not isinstance(result, tuple):
+        got = None if result is None else f"a {type(result).__name__}"
         raise Broken(f"returned {got}: return a tuple of terms, as (g * g,)")
-    return {f"term {i}": term for i, term in enumerate(returned)}
+    return {f"term {i}": term for i, term in enumerate(result)}
 
 
 @dataclass
@@ -226,12 +226,12 @@ class _Blocks:
     states: list[str]
     draws: bool = False
 
-    def check(self, function: Any, named: Callable[[Any], dict[str, Any]]) -> int:
+    def check(self, function: Any, by_name: Callable[[Any], dict[str, Any]]) -> int:
         """Raise ValueError if ``function`` is not elementwise.
 
         Args:
             function: the function, on torch tensors.
-            named: turns what the function returns into blocks by name.
+            by_name: turns what the function returns into blocks by name.
 
         Returns:
             The number of blocks.
@@ -242,17 +242,17 @@ class _Blocks:
             state = tuple(block + i for i in range(1, 1 + len(self.states)))
             arguments = (block + 0, -block, state, numbers, self.flags)
             arguments += ((block.to(torch.int64), block),) * self.draws
-            return self.function(named, function, *arguments)
+            return self.function(by_name, function, *arguments)
 
         block = torch.tensor([0.5, 2.0], device="cpu")
         return len(self.function.elementwise(call, block))
 
 
-def _count(returned: Any) -> str:
-    """How many values ``returned`` has, in words for a message."""
-    if isinstance(returned, tuple):
-        return str(len(returned))
-    return f"{type(returned).__name__} in place of a tuple of"
+def _count(result: Any) -> str:
+    """How many values ``result`` has, in words for a message."""
+    if isinstance(result, tuple):
+        return str(len(result))
+    return f"{type(result).__name__} in place of a tuple of"
 
 
 def _is_number(value: Any) -> bool:
@@ -260,11 +260,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _pair(returned: Any, what: str = "two tuples, as (s, h)") -> tuple[Any, Any]:
-    """``returned``, if it is a pair; ``what`` says in the message what it should be."""
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        n = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
-        got = None if returned is None else f"a {type(returned).__name__}{n}"
+def _pair(result: Any, what: str = "two tuples, as (s, h)") -> tuple[Any, Any]:
+    """``result``, if it is a pair; ``what`` says in the message what it should be."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        n = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        got = None if result is None else f"a {type(result).__name__}{n}"
         raise Broken(f"returned {got}: return {what}")
-    first, second = returned
+    first, second = result
     return first, second

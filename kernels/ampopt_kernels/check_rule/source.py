@@ -42,14 +42,14 @@ class FunctionSource:
         name, file = self._fn.__name__, self._fn.__code__.co_filename
         if not hasattr(node, "lineno"):
             return f"{file}:{self._line}, {name}"
-        code = ast.unparse(self._written(node)).splitlines()[0]
+        code = ast.unparse(self._original(node)).splitlines()[0]
         return f"{file}:{self._line + node.lineno - 1}, in {name}: `{code}`"
 
-    def _written(self, node: Any) -> Any:
+    def _original(self, node: Any) -> Any:
         """The author's node at the position of ``node``; ``jit`` rewrites divisions and roots."""
         where = _position(node)
-        written = (n for n in ast.walk(ast.parse(self.text)) if _position(n) == where)
-        return next(written, node)
+        nodes = (n for n in ast.walk(ast.parse(self.text)) if _position(n) == where)
+        return next(nodes, node)
 
     def nodes(self) -> Iterator[ast.AST]:
         """All nodes of the function's syntax tree."""
@@ -119,5 +119,5 @@ def _scope(fn: types.FunctionType) -> dict[str, Any]:
     """The globals and closure values that a function reads, by name."""
     names = fn.__code__.co_names
     around = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    read = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
-    return read | {name: cell.cell_contents for name, cell in around}
+    global_values = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
+    return global_values | {name: cell.cell_contents for name, cell in around}

@@ -75,7 +75,7 @@ class CpuBackend(Backend):
         if not isinstance(work.backend_rows, Bundles):
             work.backend_rows = Bundles.of(work)
         if work.backend_rows.prepared_by is not self:
-            work.backend_rows.updated = work.backend_rows.bundles
+            work.backend_rows.update_bundles = work.backend_rows.bundles
             work.backend_rows.prepared_by = self if self._prepare_functions(work) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:
@@ -91,8 +91,8 @@ class CpuBackend(Backend):
             partials = self._partials_of_chunks(work, request, inverse)
         if request.write:
             bundles = [] if rows is None else [bundle for _, bundle in rows.bundles]
-            gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
-            _multiply(work.present_grads + gathered, inverse)
+            gathered_grads = [bundle.grad for bundle in bundles if bundle.grad is not None]
+            _multiply(work.present_grads + gathered_grads, inverse)
         return partials
 
     def _partials_of_chunks(self, work: Work, request: Request, inverse: float) -> Partials:
@@ -108,8 +108,8 @@ class CpuBackend(Backend):
         chunks = [chunk for chunk in chunks if chunk.has_elements(work)]
         reports, sums, squares = (), {}, None
         if request.measure:
-            measured, sums = found_in(work, inverse)
-            reports = (measured,)
+            report, sums = found_in(work, inverse)
+            reports = (report,)
         if request.max_norm is not None:
             # The measures of a row that is not bundled include its sum of squares.
             unread = {
@@ -145,7 +145,7 @@ class CpuBackend(Backend):
         skip, inverse, clip = decision.coefficients_on_host
         rule = work.rule
         assert rule is not None
-        found: LineSums = {}
+        sums: LineSums = {}
         for block, bundle in () if skip > 0 else work.backend_rows.bundles:
             if (
                 bundle.row_column_states and bundle.row_column_states[0].shard is not None
@@ -155,8 +155,8 @@ class CpuBackend(Backend):
                 numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
                 tensors = (grad, bundle.param, *bundle.states)
                 slices = bundle.slices(numbers)
-                found[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
-        return found
+                sums[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
+        return sums
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
@@ -167,7 +167,7 @@ class CpuBackend(Backend):
         sums = torch.zeros(len(work.rows), n_terms, dtype=torch.float64, device="cpu")
         if skip > 0:
             return sums
-        order, found = [], []
+        order, row_sums = [], []
         last: Any = None
         numbers: Any = None
         for block, bundle in work.backend_rows.bundles:
@@ -183,13 +183,13 @@ class CpuBackend(Backend):
                 of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
                     of_lines = bundle.functions["averages"](slices, tensors)
-                stepped = [bundle.row_column_states[i] for i in slices.present]
+                states = [bundle.row_column_states[i] for i in slices.present]
                 h = [part.h for part in slices.each()]
-                advance(rule, stepped, bundle.flags, of_lines, h)
+                advance(rule, states, bundle.flags, of_lines, h)
             order += [bundle.among[i] for i in slices.present]
-            found.append(bundle.functions["reduce"](slices, tensors))
-        if found:
-            sums[order] = torch.cat(found)  # one indexing takes as long as that of one bundle
+            row_sums.append(bundle.functions["reduce"](slices, tensors))
+        if row_sums:
+            sums[order] = torch.cat(row_sums)  # one indexing takes as long as that of one bundle
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -201,7 +201,7 @@ class CpuBackend(Backend):
         numbers: Any = None
         h: list[list[float]] = []
         large: list[LargeRow] = []
-        for block, bundle in () if skip > 0 else work.backend_rows.updated:
+        for block, bundle in () if skip > 0 else work.backend_rows.update_bundles:
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
@@ -300,7 +300,7 @@ def _multiply(grads: list[Tensor], factor: float) -> None:
 
 def _report(work: Work, among: Sequence[int], inverse: float) -> GradientReport:
     """Test each row in ``among`` by itself, where at least one of them is known to overflow."""
-    held = [row for row in among if work.is_present(row) and work.grads[row].numel()]
+    rows = [row for row in among if work.is_present(row) and work.grads[row].numel()]
     dtypes = work.compute_dtypes
-    flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
-    return GradientReport(flags, held, work.owners)
+    flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in rows]
+    return GradientReport(flags, rows, work.owners)

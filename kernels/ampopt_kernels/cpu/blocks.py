@@ -60,7 +60,7 @@ class Stages:
                 ``None`` where the flags omit it.
         """
         self._rule, self._flags, self._hyper, self._scalars = rule, flags, hyper, scalars
-        self._stored = [None if s is None else s.clone() for s in scalars]
+        self._last_scalars = [None if s is None else s.clone() for s in scalars]
         self._formats = [None if s is None else _FORMATS[s.dtype] for s in scalars]
         self._runs = 1  # as hyperparameters may change in every step
         self._width = 2 + rule.width(len(hyper))
@@ -70,13 +70,13 @@ class Stages:
         columns = [None if s is None else s.to(torch.float64) for s in scalars]
         distinct, examples = _distinct([c.view(torch.int64) for c in columns if c is not None])
         none = [0.0] * len(examples)
-        found = (none if c is None else c[examples].tolist() for c in columns)
-        indices = list(map(self._index_of, zip(*found, strict=True)))
+        values = (none if c is None else c[examples].tolist() for c in columns)
+        indices = list(map(self._index_of, zip(*values, strict=True)))
         self.of_rows = torch.tensor(indices, device="cpu")[distinct]
 
     def fit(self) -> bool:
         """Return whether the rows are where the last step left them."""
-        pairs = zip(self._stored, self._scalars, strict=True)
+        pairs = zip(self._last_scalars, self._scalars, strict=True)
         return len(self._next) <= MOST_STAGES + len(self.of_rows) and all(
             old is None or s is None or torch.equal(old, s) for old, s in pairs
         )
@@ -102,11 +102,13 @@ class Stages:
             after = torch.frombuffer(self._next, dtype=torch.int64)[before]
         self._runs = AHEAD
         self.of_rows = after if mask is None else torch.where(mask, after, before)
-        values = torch.frombuffer(self._values, dtype=torch.float64).view(-1, len(self._stored))
+        values = torch.frombuffer(self._values, dtype=torch.float64).view(
+            -1, len(self._last_scalars)
+        )
         for i, new in enumerate(values[self.of_rows].unbind(1)):
-            if (stored := self._scalars[i]) is not None:
-                stored.copy_(new)
-                self._stored[i] = stored.clone()
+            if (scalar := self._scalars[i]) is not None:
+                scalar.copy_(new)
+                self._last_scalars[i] = scalar.clone()
         for i, coefficient in enumerate(coefficients):
             self._table[i :: self._width] = array("d", (coefficient,)) * len(self._next)
         table = torch.frombuffer(self._table, dtype=torch.float64).view(-1, self._width)
@@ -114,14 +116,14 @@ class Stages:
 
     def _run(self, stages: list[int]) -> None:
         """Run ``Rule.scalars`` for ``stages``, whose next ones become known."""
-        n, width = len(self._stored), self._width
+        n, width = len(self._last_scalars), self._width
         old = [tuple(self._values[n * i : n * (i + 1)]) for i in stages]
         if len(stages) <= FEW_STAGES:
-            scalars, given = self._rule.scalars_on_numbers, (self._hyper, self._flags)
-            results: Any = (scalars(s, *given) for s in old)
+            scalars, arguments = self._rule.scalars_on_numbers, (self._hyper, self._flags)
+            results: Any = (scalars(s, *arguments) for s in old)
         else:
-            given = _wide(self._hyper), self._flags
-            columns = self._rule.host_scalars(_wide(zip(*old, strict=True)), *given)
+            arguments = _wide(self._hyper), self._flags
+            columns = self._rule.host_scalars(_wide(zip(*old, strict=True)), *arguments)
             results = zip(*(_rows(x, len(stages)) for x in columns), strict=True)
         for i, (new_s, h) in zip(stages, results, strict=True):
             self._next[i] = self._index_of(new_s)
@@ -129,8 +131,8 @@ class Stages:
 
     def _index_of(self, scalars: Sequence[float]) -> int:
         """Return the index of the stage that has ``scalars`` once they are stored."""
-        stored = zip(self._formats, scalars, strict=True)
-        stage = array("d", [array(format, (x,))[0] if format else 0.0 for format, x in stored])
+        pairs = zip(self._formats, scalars, strict=True)
+        stage = array("d", [array(format, (x,))[0] if format else 0.0 for format, x in pairs])
         # As bits, -0.0 and 0.0 differ, and NaN equals itself.
         index = self._indices.setdefault(stage.tobytes(), len(self._next))
         if index == len(self._next):
@@ -243,10 +245,10 @@ class Block:
 
     def _store(self, new_s: Sequence[Any], mask: Tensor | None) -> None:
         """Write new scalar states, numbers or tensors, of the rows in ``mask``."""
-        for stored, value in zip(self.scalars, new_s, strict=True):
-            if stored is not None:
-                new = value if mask is None else torch.where(mask, value, stored)
-                stored.copy_(new) if isinstance(new, Tensor) else stored.fill_(new)
+        for scalar, value in zip(self.scalars, new_s, strict=True):
+            if scalar is not None:
+                new = value if mask is None else torch.where(mask, value, scalar)
+                scalar.copy_(new) if isinstance(new, Tensor) else scalar.fill_(new)
 
     def _mask(self, present: bytearray) -> Tensor:
         """Return :attr:`Work.present` of the rows of this block, of shape (rows,)."""
@@ -314,22 +316,22 @@ class Bundles:
 
     Attributes:
         bundles: each bundle with its block.
-        updated: the same rows as ``update`` takes them: a backend may divide bundles further.
+        update_bundles: the same rows as ``update`` takes them; a backend may divide bundles more.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
     """
 
     bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
-    updated: list[tuple[Block, Bundle]] = field(init=False)
+    update_bundles: list[tuple[Block, Bundle]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Update bundles as they are, until a backend divides them."""
-        self.updated = self.bundles
+        self.update_bundles = self.bundles
 
     def gather(self, work: Work) -> list[Tensor]:
         """Return the gradients of this step as ``update`` reads them."""
-        grads: list[Any] = [bundle.gather(work) for _, bundle in self.updated]
+        grads: list[Any] = [bundle.gather(work) for _, bundle in self.update_bundles]
         return grads if work.present is None else [grad for grad in grads if grad is not None]
 
     @staticmethod
@@ -342,8 +344,8 @@ class Bundles:
             else:
                 blocks.append([row])
         starts = accumulate((len(rows) for rows in blocks), initial=0)
-        made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        return Bundles([(block, bundle) for block in made for bundle in block.bundles])
+        block_list = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
+        return Bundles([(block, bundle) for block in block_list for bundle in block.bundles])
 
 
 def _advance_together(last: ParamRow, row: ParamRow) -> bool:

@@ -116,7 +116,7 @@ class TorchCopies(Copies):
             self._grad_scratch, self._grad_parts = scratch, _shaped(scratch, self.params)
         if self._present is not None:
             scratch.zero_()
-        _foreach_copy(self._stepped(self._grad_parts), self._stepped(grads))
+        _foreach_copy(self._with_gradients(self._grad_parts), self._with_gradients(grads))
 
     def load(self) -> None:
         """See :meth:`Copies.load`. Copies the other parameters too, to no effect."""
@@ -124,9 +124,9 @@ class TorchCopies(Copies):
 
     def store(self) -> None:
         """See :meth:`Copies.store`."""
-        _foreach_copy(self._stepped(self.params), self._stepped(self._parts))
+        _foreach_copy(self._with_gradients(self.params), self._with_gradients(self._parts))
 
-    def _stepped(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _with_gradients(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors whose parameters have a gradient; ``tensors`` has one for each parameter."""
         return tensors if self._present is None else list(compress(tensors, self._present))
 
@@ -264,7 +264,7 @@ class Bundle:
             of its master, if it has one, and the scales of states with codecs.
         grad: flat scratch for all gradients; ``None`` for a single row.
         copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
-        rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
+        low_copies: copies the scratch to the low-precision copies of the parameters, if any.
         scattered: copies states that are not adjacent in memory to scratch and back.
         row_column_states: the row and column states of each parameter, with factors that are
             adjacent in memory; empty if the rule has none.
@@ -281,7 +281,7 @@ class Bundle:
     rest: list[Tensor]
     grad: Tensor | None = None
     copies: Copies | None = None
-    rounded: Copies | None = None
+    low_copies: Copies | None = None
     scattered: Sequence[Copies] = ()
     row_column_states: list[RowColumnStates] = field(default_factory=list)
     gathered_at: int | None = None
@@ -312,13 +312,13 @@ class Bundle:
             where = slice(places[0], places[-1] + 1), range(among[0], among[-1] + 1)
         states = [as_one(column) for column in zip(*(row.state for row in rows), strict=True)]
         rest = [state for state, _ in states]
-        rounded = [row.copy for row in rows if row.copy is not None]
+        low_copies = [row.copy for row in rows if row.copy is not None]
         params, row_column_states = (
             _params(rows),
             _end_to_end([r.row_column_states for r in rows if r.row_column_states]),
         )
         if len(rows) == 1:
-            rest += [flat(c) for c in (*rounded, rows[0].low) if c is not None]
+            rest += [flat(c) for c in (*low_copies, rows[0].low) if c is not None]
             rest += [s for s in rows[0].scales if s is not None]
             alone = flat(params[0]), rest
             return Bundle(
@@ -335,7 +335,7 @@ class Bundle:
             rest,
             grad,
             TorchCopies(params, param),
-            TorchCopies(rounded, param) if rounded else None,
+            TorchCopies(low_copies, param) if low_copies else None,
             [copies for _, copies in states if copies is not None],
             row_column_states,
         )
@@ -401,8 +401,8 @@ class Bundle:
         """Copy parameters and states from scratch back, after an update."""
         if self.copies is not None:
             self.copies.store()
-        if self.rounded is not None:
-            self.rounded.store()
+        if self.low_copies is not None:
+            self.low_copies.store()
         for states in self.scattered:
             states.store()
 

@@ -137,12 +137,12 @@ class CompiledAverages:
         to = array("q", map(Tensor.data_ptr, sums))
         self._loop(slices, tensors, to.buffer_info()[0], beside=(m, n))
         # The function has added up all bands in the place of the first one.
-        summed = [
+        line_sums = [
             (x if of_rows else x[:, 0]).reshape(-1, *part.beside(own.shape))
             for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
         ]
         present = slices.present
-        return [x if len(x) == len(present) else x[present] for x in summed]
+        return [x if len(x) == len(present) else x[present] for x in line_sums]
 
 
 CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {

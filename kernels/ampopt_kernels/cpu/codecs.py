@@ -113,8 +113,8 @@ class CodedStates:
         self._before = program.before
         self._codecs = {i: codec for i, codec in enumerate(codecs, 2) if codec is not None}
         self._block = block
-        scaled = (i for i, codec in self._codecs.items() if codec.has_scales)
-        for place, i in enumerate(scaled, n_tensors):
+        with_scales = (i for i, codec in self._codecs.items() if codec.has_scales)
+        for place, i in enumerate(with_scales, n_tensors):
             program.before.append(f"float* __restrict s{i} = (float*)tensors[{place}];")
         program.before += [f"float v{i}[BLOCK];" for i in self._codecs]
 
@@ -138,11 +138,11 @@ class CodedStates:
     def decoded(self, i: int, program: Program) -> Any:
         """The value of an element of tensor ``i``, decoded by statements of ``program``."""
         codec = self._codecs[i]
-        stored = CODES[codec.dtype].load.format(f"t{i}[i]")
+        element = CODES[codec.dtype].load.format(f"t{i}[i]")
         if codec.dtype.is_floating_point:
-            code = program.new(torch.float32, stored, True)
+            code = program.new(torch.float32, element, True)
         else:
-            code = program.new(torch.int32, stored, True).to(torch.float32)
+            code = program.new(torch.int32, element, True).to(torch.float32)
         value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
         if codec.has_scales:
             scale = f"scale{i}" if codec.block >= self._block else f"s{i}[i / {codec.block}]"
@@ -210,8 +210,8 @@ class CodedStates:
             x = program.new(torch.float32, f"{x.name} * reciprocal", True)
         code = torch_language.bind(codec.encode, LANGUAGE)(x, bits.uniform(i - 2, program))
         store = "as_bfloat16({})" if codec is BFLOAT16 else CODES[codec.dtype].store
-        stored = whole(code) or store.format(cast(code, torch.float32))
-        program.each.append(f"int32_t code = {stored};")
+        value = whole(code) or store.format(cast(code, torch.float32))
+        program.each.append(f"int32_t code = {value};")
         if (range_ := limits(codec)) is not None:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")

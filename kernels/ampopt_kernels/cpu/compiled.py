@@ -105,9 +105,9 @@ class Compiled(CpuBackend):
         if self._loaded(numbers.library(), self._detecting >= self._patience) is not None:
             numbers.loops()
         start = time.perf_counter()
-        found = self._detect(work, request)
+        partials = self._detect(work, request)
         self._detecting += time.perf_counter() - start
-        return found
+        return partials
 
     def note(
         self,
@@ -168,7 +168,7 @@ class Compiled(CpuBackend):
         """
         rule = work.rule
         assert rule is not None
-        decided, used = True, False
+        decided, has_function = True, False
         elements = sum(bundle.param.numel() for _, bundle in work.backend_rows.bundles)
         for block, bundle in work.backend_rows.bundles:
             bundle.functions = torch_functions(rule, bundle)
@@ -183,24 +183,24 @@ class Compiled(CpuBackend):
                     if elements > COMPILED_AT_ONCE:
                         self._spent.setdefault(key, self._patience)
                     function = self._function_for(bundle, key)
-                    used = used or function is not None
+                    has_function = has_function or function is not None
                     bundle.functions[key.role] = function or self._timed(
                         bundle.functions[key.role], key
                     )
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
                 )
-        if used and self._loaded(numbers.library(), wanted=True) is not None:
+        if has_function and self._loaded(numbers.library(), wanted=True) is not None:
             numbers.loops()
             for block, bundle in work.backend_rows.bundles:
                 if bundle.copies is not None:
                     bundle.copies = _native(bundle.copies)
                 bundle.scattered = list(map(_native, bundle.scattered))
                 block.scattered = list(map(_native, block.scattered))
-        work.backend_rows.updated = list(
+        work.backend_rows.update_bundles = list(
             chain.from_iterable(starmap(_in_place, work.backend_rows.bundles))
         )
-        return self._broken or (decided and (numbers.loaded is not None or not used))
+        return self._broken or (decided and (numbers.loaded is not None or not has_function))
 
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:
         """Return :meth:`_function` of ``key``, bound to the row and column statistics, if any."""

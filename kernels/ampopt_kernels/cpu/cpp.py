@@ -107,35 +107,35 @@ def source_of(
         if i not in coded and DTYPES[dtype].by_block:
             program.before.append(f"alignas(64) float w{i}[BLOCK];")
     inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
-    grad, *stored = (
+    grad, *values = (
         coded.decoded(i, program)
         if i in coded
         else program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
         for i, dtype in enumerate(dtypes)
     )
-    param = low.joined(stored[0]) if low else stored[0]
+    param = low.joined(values[0]) if low else values[0]
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
-    row_column_states, state = rule.row_column_states_for(flags), stored[1 : 1 + n_state]
-    filled = coded.scales()
+    row_column_states, state = rule.row_column_states_for(flags), values[1 : 1 + n_state]
+    statements = coded.scales()
     for i, part in enumerate(row_column_states if role != "averages" else (), n_tensors):
         m, n = (f"(int64_t)tensors[{n_tensors + len(row_column_states) + k}]" for k in range(2))
         c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
         program.before.append(f"{c} t{i}[BLOCK];")
         program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
-        filled.append(f"spread{i}.next(size, t{i});")
+        statements.append(f"spread{i}.next(size, t{i});")
         state.append(program.new(compute, f"t{i}[i - block]", True))
-    given = (param, grad * inverse * clip, tuple(state), tuple(rest), flags)
+    arguments = (param, grad * inverse * clip, tuple(state), tuple(rest), flags)
     preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(row_column_states)}"
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
-        terms = function(*given)
+        terms = function(*arguments)
         for k, term in enumerate(terms):
             program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
-        read = [i for i, x in enumerate((grad, *stored)) if x.used]
-        filled += _widened(dtypes, (grad, *stored), coded)
+        indices = [i for i, x in enumerate((grad, *values)) if x.used]
+        statements += _widened(dtypes, (grad, *values), coded)
         of_rows = ", ".join(str(int(part.shape == "rows")) for part in row_column_states)
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": n_tensors, "width": width}
-        text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
+        text = loop.format(**sizes, of_rows=of_rows, **program.body(indices, statements))
         return CppSource(preamble + text, program.exact and role == "reduce")
     keyed = rounds_stochastically or bool(coded) or bool(low)
     if rule.draws or keyed:
@@ -147,10 +147,10 @@ def source_of(
             program.place = "places[i - block]"
             program.before.append("uint64_t places[BLOCK];")
             numbers = f"h + {width + 1 + keyed}"
-            filled.append(f"places_of({numbers}, {jumps}, position, block, size, places);")
-        given += (program,) * rule.draws
-    param, state = function(*given)
-    new = (param, *state, *[param] * (len(stored) - 1 - n_state))
+            statements.append(f"places_of({numbers}, {jumps}, position, block, size, places);")
+        arguments += (program,) * rule.draws
+    param, state = function(*arguments)
+    new = (param, *state, *[param] * (len(values) - 1 - n_state))
     if keyed:
         program.before.append(f"const uint64_t key = h[{width + 1}];")
     if rounds_stochastically:
@@ -160,12 +160,12 @@ def source_of(
             new_param, program.new(torch.int32, chance, True)
         )
         program.each.append(f"t1[i] = as_bfloat16({rounded.name});")
-    written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
+    outputs = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
     bits = RandomBits(program.before, program.place)
     if low:
         program.each.append(low.stored(cast(param, torch.float32)))
         program.after += low.split(bits, DTYPES[dtypes[1]])
-    for i, dtype, value in written[rounds_stochastically or bool(low) :]:
+    for i, dtype, value in outputs[rounds_stochastically or bool(low) :]:
         if i in coded:
             program.each.append(f"{coded.element(i)} = {cast(value, torch.float32)};")
             continue
@@ -173,11 +173,11 @@ def source_of(
         program.each.append(f"{_element(i, dtype)} = {stored_value};")
         if DTYPES[dtype].by_block:
             program.after.append(f"narrow(w{i}, size, t{i} + block);")
-    filled += _widened(dtypes, (grad, *stored), coded)
+    statements += _widened(dtypes, (grad, *values), coded)
     program.after += coded.encoding(bits)
     width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
     encodes = bool(coded) or bool(low)
-    body = program.body(range(1 + len(stored)), filled, fetches=encodes)
+    body = program.body(range(1 + len(values)), statements, fetches=encodes)
     blocks = (WHOLE_BLOCKS if encodes or converts else BLOCKS).format(**body)
     n_tensors += coded.n_scales
     text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)

@@ -44,20 +44,20 @@ class Program:
     place: str = ""
 
     def body(
-        self, tensors: Iterable[int], filled: Iterable[str] = (), *, fetches: bool = False
+        self, tensors: Iterable[int], statements: Iterable[str] = (), *, fetches: bool = False
     ) -> dict[str, str]:
         """Return the statements for the placeholders of the templates in ``loops``.
 
         Args:
             tensors: the indices of the tensors to prefetch.
-            filled: further statements that run for each block of elements.
+            statements: further statements that run for each block of elements.
             fetches: whether to prefetch on every processor; see ``loops.PREAMBLE``.
         """
         always = ", true" * fetches
         fetched = (f"fetch(t{i} + block{always});" for i in tensors)
         return {
             "before": "\n    ".join(self.before),
-            "fetched": "\n        ".join((*fetched, *filled)),
+            "fetched": "\n        ".join((*fetched, *statements)),
             "each": "\n            ".join(self.each),
             "after": "\n        ".join(self.after),
         }
@@ -120,8 +120,8 @@ def _operation(
         raise TypeError("a rule divides or negates int32; convert it by x.to(tl.float32)")
     common = arithmetic(*values) if values else torch.float64
     integers = [*map(whole, operands)] if dtype == torch.bool else [""]
-    filled = integers if all(integers) else [cast(x, common) for x in operands]
-    code = template.format(*filled, T=C_TYPES[common])
+    names = integers if all(integers) else [cast(x, common) for x in operands]
+    code = template.format(*names, T=C_TYPES[common])
     program = expressions[0].program
     program.exact &= exact
     return program.new(dtype or common, code, bool(values))

@@ -62,12 +62,12 @@ class LowBits:
         master = program.new(torch.float32, "masters[j]", True)
         u = bits.uniform(-1, program)
         param, low = torch_language.bind(split, LANGUAGE)(master, u, self._half)
-        stored = cast(param, torch.float32)
+        expression = cast(param, torch.float32)
         if dtype.by_block:
-            program.each.append(f"w1[j] = {stored};")
+            program.each.append(f"w1[j] = {expression};")
         else:
             # All lower bits are 0.
-            program.each.append(f"t1[block + j] = bits({stored}) >> 16;")
+            program.each.append(f"t1[block + j] = bits({expression}) >> 16;")
         program.each.append(f"t{self._place}[block + j] = {whole(low)};")
         yield loop("0", "size", program.each)
         if dtype.by_block:

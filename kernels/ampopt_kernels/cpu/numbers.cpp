@@ -194,7 +194,7 @@ static inline double squares(const T* x, int64_t size, const Each& each) {
 }
 
 struct Measures {
-    int64_t overflowed, used, kept;
+    int64_t overflows, nonzero, not_flushed;
     double largest, squares;
 };
 
@@ -204,34 +204,34 @@ struct Measures {
 template <typename T, auto number>
 Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
     using Vector = typename Vectors<T>::Vector;
-    const T used = bounds[0], kept = bounds[1], infinite = bounds[2];
+    const T smallest = bounds[0], smallest_not_flushed = bounds[1], infinite = bounds[2];
     const T* x = static_cast<const T*>(tensor) + part.start;
     Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
-    Measures found = {};
-    found.squares = squares<T, number>(x, part.size, [&](const Vector& values) {
+    Measures result = {};
+    result.squares = squares<T, number>(x, part.size, [&](const Vector& values) {
         largest = values > largest ? values : largest;
-        nonzero = values >= used ? nonzero + 1 : nonzero;
-        above = values >= kept ? above + 1 : above;
+        nonzero = values >= smallest ? nonzero + 1 : nonzero;
+        above = values >= smallest_not_flushed ? above + 1 : above;
     });
     T most = 0;
     for (int64_t lane = 0; lane < Vectors<T>::LANES; ++lane) {
         most = std::max<T>(most, largest[lane]);
-        found.used += nonzero[lane];
-        found.kept += above[lane];
+        result.nonzero += nonzero[lane];
+        result.not_flushed += above[lane];
     }
-    found.overflowed = most >= infinite;
-    if (found.overflowed) {  // seldom, so the largest finite magnitude is searched for only then
+    result.overflows = most >= infinite;
+    if (result.overflows) {  // seldom, so the largest finite magnitude is searched for only then
         most = 0;
         for (int64_t i = 0; i < part.size; ++i) {
             const T magnitude = x[i] & std::numeric_limits<T>::max();
             const bool finite = magnitude < infinite;
             most = std::max<T>(most, finite ? magnitude : 0);
-            found.used -= !finite;
-            found.kept -= !finite;
+            result.nonzero -= !finite;
+            result.not_flushed -= !finite;
         }
     }
-    found.largest = number(most);
-    return found;
+    result.largest = number(most);
+    return result;
 }
 
 template <typename T, auto number> double squares(const void* tensor, const Part& part) {
@@ -255,12 +255,12 @@ extern "C" void sums_of_squares(
 ) {
     const std::vector<Part> parts = parts_of(sizes, n);
     const int64_t count = parts.size();
-    std::vector<double> found(count);
+    std::vector<double> partial(count);
     #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
     for (int64_t p = 0; p < count; ++p)
-        found[p] = squares(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
+        partial[p] = squares(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
     std::fill_n(sums, n, 0.0);
-    for (int64_t p = 0; p < count; ++p) sums[parts[p].tensor] += found[p];
+    for (int64_t p = 0; p < count; ++p) sums[parts[p].tensor] += partial[p];
 }
 
 static Measures measures(const void* tensor, const Part& part, int64_t dtype, const int64_t* b) {
@@ -281,22 +281,22 @@ extern "C" void measure(
 ) {
     const std::vector<Part> parts = parts_of(sizes, n);
     const int64_t count = parts.size();
-    std::vector<Measures> found(count);
+    std::vector<Measures> partial(count);
     #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
     for (int64_t p = 0; p < count; ++p) {
         const int64_t t = parts[p].tensor;
-        found[p] = measures(tensors[t], parts[p], dtypes[t], bounds[t]);
+        partial[p] = measures(tensors[t], parts[p], dtypes[t], bounds[t]);
     }
     std::fill(flags, flags + n, false);
     std::fill(columns[0], columns[n], 0.0);
     for (int64_t p = 0; p < count; ++p) {
         const int64_t t = parts[p].tensor;
         double* of = columns[t];
-        flags[t] = flags[t] || found[p].overflowed;
-        of[0] = std::max(of[0], found[p].largest);
-        of[1] += found[p].used;
-        of[2] += found[p].used - found[p].kept;
-        of[3] += found[p].squares;
+        flags[t] = flags[t] || partial[p].overflows;
+        of[0] = std::max(of[0], partial[p].largest);
+        of[1] += partial[p].nonzero;
+        of[2] += partial[p].nonzero - partial[p].not_flushed;
+        of[3] += partial[p].squares;
     }
     for (int64_t t = 0; t < n; ++t) {
         double& largest = columns[t][0];

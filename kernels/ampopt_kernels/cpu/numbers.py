@@ -76,22 +76,22 @@ def loops() -> ctypes.CDLL:
     global loaded
     if loaded is not None:
         return loaded
-    made = library().load()
+    cdll = library().load()
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    for loop in (made.gather, made.scatter):
+    for loop in (cdll.gather, cdll.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer, pointer), None
-    made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
+    cdll.all_finite.argtypes = (pointer, pointer, pointer, count, count)
     tensors = pointer, pointer, pointer, count, count
-    made.measure.argtypes = (*tensors, pointer, ctypes.c_double, pointer, pointer)
-    made.measure.restype = None
-    made.sums_of_squares.argtypes = (*tensors, pointer)
-    made.sums_of_squares.restype = None
-    made.note.argtypes = (*(pointer, pointer, pointer, count), *(pointer, pointer, count, count))
-    made.note.argtypes += (ctypes.c_bool,)
-    made.note.restype = None
-    made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
-    loaded = made
-    return made
+    cdll.measure.argtypes = (*tensors, pointer, ctypes.c_double, pointer, pointer)
+    cdll.measure.restype = None
+    cdll.sums_of_squares.argtypes = (*tensors, pointer)
+    cdll.sums_of_squares.restype = None
+    cdll.note.argtypes = (*(pointer, pointer, pointer, count), *(pointer, pointer, count, count))
+    cdll.note.argtypes += (ctypes.c_bool,)
+    cdll.note.restype = None
+    cdll.common.argtypes, cdll.common.restype = (pointer, count), ctypes.c_double
+    loaded = cdll
+    return cdll
 
 
 class NativeCopies(Copies):
@@ -153,9 +153,9 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
         tensors: dense CPU tensors of the dtypes in :data:`DTYPES`.
     """
     sums, numbers = array("d", bytes(8 * len(tensors))), _located(tensors)
-    where, dtypes, sizes, found = (x.buffer_info()[0] for x in (*numbers, sums))
-    given = where, dtypes, sizes, len(tensors), torch.get_num_threads()
-    (loaded or loops()).sums_of_squares(*given, found)
+    where, dtypes, sizes, sums_at = (x.buffer_info()[0] for x in (*numbers, sums))
+    arguments = where, dtypes, sizes, len(tensors), torch.get_num_threads()
+    (loaded or loops()).sums_of_squares(*arguments, sums_at)
     return sums.tolist()
 
 
@@ -178,12 +178,12 @@ def measures(
         of these are below the second bound; the sum of squares of all elements.
     """
     flags = array("b", bytes(len(tensors)))
-    found = torch.empty(len(tensors), 4, dtype=torch.float64, device="cpu")
+    columns = torch.empty(len(tensors), 4, dtype=torch.float64, device="cpu")
     numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)), flags)
     where, dtypes, sizes, four, flagged = (x.buffer_info()[0] for x in numbers)
-    given = where, dtypes, sizes, len(tensors), torch.get_num_threads()
-    (loaded or loops()).measure(*given, four, inverse, flagged, found.data_ptr())
-    return list(map(bool, flags)), found
+    arguments = where, dtypes, sizes, len(tensors), torch.get_num_threads()
+    (loaded or loops()).measure(*arguments, four, inverse, flagged, columns.data_ptr())
+    return list(map(bool, flags)), columns
 
 
 def common(tensor: Tensor) -> float | None:

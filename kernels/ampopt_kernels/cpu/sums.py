@@ -56,11 +56,11 @@ def sum_terms(
     parts = []
     *tensors, scales = codecs.with_scales(tensors, of_states)
     for start in range(0, max(n, 1), CHUNK):
-        read = [t[start : start + CHUNK] for t in tensors]
+        chunks = [t[start : start + CHUNK] for t in tensors]
         if of_states:
-            own = codecs.scales_at(scales, of_states, start, start + read[0].numel())
-            read[2:] = codecs.decoded_each(read[2:], of_states, own)
-        grad, param, *state = (t.to(dtype) for t in read)
+            own = codecs.scales_at(scales, of_states, start, start + chunks[0].numel())
+            chunks[2:] = codecs.decoded_each(chunks[2:], of_states, own)
+        grad, param, *state = (t.to(dtype) for t in chunks)
         g = times(grad, inverse, clip)
         if row_column_states is not None:
             state += row_column_states.at(start, start + g.numel())

@@ -126,7 +126,7 @@ def apply_rule(
         *tensors, scales = codecs.with_scales(tensors, of_states)
     splits = has_low_bits(tensors, n_states)
     for start in range(0, n, CHUNK):
-        grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
+        grad, *chunk = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
         position = None
         if row is not None:
@@ -134,23 +134,23 @@ def apply_rule(
         factors = (
             () if row_column_states is None else row_column_states.at(start, start + grad.numel())
         )
-        values, written = stored[: 1 + n_states], list(stored)
+        values, targets = chunk[: 1 + n_states], list(chunk)
         if of_states:
             own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())
             values[1:] = codecs.decoded_each(values[1:], of_states, own_scales)
-            written += [x for x in own_scales if x is not None]
+            targets += [x for x in own_scales if x is not None]
         if splits:
-            values[0] = master_of(stored[0], stored[-1])
+            values[0] = master_of(chunk[0], chunk[-1])
         param, *state = [t.to(dtype) for t in values]
         at = rule.at(param, position)
         new_param, new_state = update(param, g, (*state, *factors), tuple(rest), flags, *at)
         if row is not None and row.rounds and key is not None and position is not None:
             new_param = stochastically(new_param, position, key)
-        copies, new_scales = [new_param] * (len(stored) - 1 - n_states), []
+        copies, new_scales = [new_param] * (len(chunk) - 1 - n_states), []
         if splits and key is not None and position is not None:
             u = codecs.uniform(position, key, -1)
-            new_param, *copies = split_master(new_param, stored[0].dtype, u)
+            new_param, *copies = split_master(new_param, chunk[0].dtype, u)
         if of_states:
             new_state, new_scales = codecs.encoded_each(new_state, of_states, position, key)
-        for old, new in zip(written, (new_param, *new_state, *copies, *new_scales), strict=True):
+        for old, new in zip(targets, (new_param, *new_state, *copies, *new_scales), strict=True):
             old.copy_(new)

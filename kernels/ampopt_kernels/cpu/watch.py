@@ -47,9 +47,9 @@ def note(
     cause = 0.0
     if attempt.skip is not None and attempt.skip.item() > 0:
         cause = max(_number(attempt.cause, 0.0), 1.0)
-    known = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm, attempt.loss))
+    numbers = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm, attempt.loss))
     where = array("q", chain.from_iterable(parts))
-    entry = array("d", (attempt.number, cause, *known))
+    entry = array("d", (attempt.number, cause, *numbers))
     loops.note(
         None if measures is None else measures.data_ptr(),
         None if flags is None else flags.data_ptr(),
@@ -103,7 +103,7 @@ def found_in(work: Work, inverse: float) -> tuple[GradientReport, dict[int, floa
 
 
 @functools.lru_cache(maxsize=64)  # a scale is used for many steps
-def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[int, ...]:
+def _bounds(dtype: torch.dtype, compute_dtype: torch.dtype, inverse: float) -> tuple[int, ...]:
     """Return the bounds that :func:`numbers.measures` takes for a gradient.
 
     They are found by bisection over the bits of magnitudes: the smallest magnitudes that, once
@@ -111,19 +111,21 @@ def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[
 
     Args:
         dtype: the dtype of the gradient.
-        computed: the arithmetic dtype, in which it is unscaled.
+        compute_dtype: the arithmetic dtype, in which it is unscaled.
         inverse: the reciprocal of the scale.
 
     Returns:
-        The bits of the three magnitudes, and whether ``computed`` is float64.
+        The bits of the three magnitudes, and whether ``compute_dtype`` is float64.
     """
     # The lower ends of the three intervals. Only an invalid scale makes 0 times ``inverse`` NaN.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
     high = torch.full_like(low, DTYPES[dtype].infinity)  # the upper ends
-    flushed = torch.tensor([0.0, FLUSHED, torch.finfo(computed).max], dtype=computed, device="cpu")
+    flushed = torch.tensor(
+        [0.0, FLUSHED, torch.finfo(compute_dtype).max], dtype=compute_dtype, device="cpu"
+    )
     while (low < high).any():
         middle = low + (high - low) // 2  # low + high may overflow int64
-        unscaled = (middle.to(DTYPES[dtype].integer).view(dtype).to(computed) * inverse).abs()
+        unscaled = (middle.to(DTYPES[dtype].integer).view(dtype).to(compute_dtype) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
-    return *low.tolist(), computed == torch.float64
+    return *low.tolist(), compute_dtype == torch.float64

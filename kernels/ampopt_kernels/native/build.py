@@ -57,12 +57,12 @@ def cpp_command() -> list[str] | None:
     Raises:
         ValueError: ``CXX`` has a quotation mark without its closing one.
     """
-    named = os.environ.get("CXX", "")
+    command = os.environ.get("CXX", "")
     try:
-        words = shlex.split(named)
+        words = shlex.split(command)
     except ValueError as error:
         raise ValueError(
-            f"CXX: {error} in {named!r}; quote it as for a shell, or unset it"
+            f"CXX: {error} in {command!r}; quote it as for a shell, or unset it"
         ) from None
     for name, *others in (words, ["g++"], ["clang++"]) if words else (["g++"], ["clang++"]):
         path = shutil.which(name)
@@ -292,8 +292,8 @@ def _identity(words: list[str]) -> tuple[object, ...]:
         words: the command of the compiler, which may begin with a wrapper such as ``ccache``.
     """
     programs = [path for word in words if (path := shutil.which(word)) is not None]
-    made = [(path, s.st_size, s.st_mtime_ns) for path in programs for s in [os.stat(path)]]
-    return *made, _c_library(), platform.machine(), *_processor()
+    files = [(path, s.st_size, s.st_mtime_ns) for path in programs for s in [os.stat(path)]]
+    return *files, _c_library(), platform.machine(), *_processor()
 
 
 @functools.cache

@@ -98,9 +98,9 @@ _FIX = "Set XDG_CACHE_HOME to a folder that you, and nobody else, may write to"
 
 def _users_cache() -> Path | None:
     """``ampopt`` in the user's cache folder; ``None`` if the system does not say where that is."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # a relative path is to be ignored, says the XDG specification
-        return named / "ampopt"
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if folder.is_absolute():  # a relative path is to be ignored, says the XDG specification
+        return folder / "ampopt"
     try:
         home = Path.home()
     except RuntimeError:  # the system does not know this user
@@ -127,15 +127,15 @@ def _prepared(folder: Path) -> str | None:
     Raises:
         OSError: the folder cannot be created or written.
     """
-    missing = [folder, *folder.parents]
-    missing = missing[: next(i for i, x in enumerate(missing) if os.path.lexists(x))]
+    folders = [folder, *folder.parents]
+    folders = folders[: next(i for i, x in enumerate(folders) if os.path.lexists(x))]
     # Create nothing in a folder where other users could replace it.
-    if missing and (why := distrusted(missing[-1].parent, on_the_way=True)):
+    if folders and (why := distrusted(folders[-1].parent, on_the_way=True)):
         return why
-    for made in reversed(missing):
+    for path in reversed(folders):
         with contextlib.suppress(FileExistsError):  # another process has created it
-            made.mkdir(mode=0o700)
-            made.chmod(0o700)  # in case the umask has removed permissions
+            path.mkdir(mode=0o700)
+            path.chmod(0o700)  # in case the umask has removed permissions
     why = distrusted(folder)
     if why is None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -171,24 +171,24 @@ def _unusable(folder: Path, why: str) -> CacheError:
     )
 
 
-def keep(made: Path, path: Path) -> None:
-    """Append the digest to the library ``made`` and move it to ``path``, atomically.
+def keep(new_library: Path, path: Path) -> None:
+    """Append the digest to the library ``new_library`` and move it to ``path``, atomically.
 
     Args:
-        made: the file of the compiler, on the same file system as ``path``.
+        new_library: the file of the compiler, on the same file system as ``path``.
         path: the place in the cache.
 
     Raises:
         OSError: the disk is full.
     """
-    made.chmod(0o700)
-    with open(made, "r+b") as file:
+    new_library.chmod(0o700)
+    with open(new_library, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(_MARK + digest)
         file.flush()
         # Without this, a crash of the machine may leave the file's name without its content.
         os.fsync(file.fileno())
-    os.replace(made, path)
+    os.replace(new_library, path)
 
 
 def is_whole(path: Path) -> bool:
@@ -264,13 +264,13 @@ def sweep(folder: Path) -> None:
             elif entry.suffix == ".so":
                 status = entry.lstat()
                 libraries.append((status.st_mtime, status.st_size, entry))
-    left = sum(size for _, size, _ in libraries)
-    for used, size, path in sorted(libraries):
-        if left <= LIMIT or time.time() - used < _REMAINS:
+    total = sum(size for _, size, _ in libraries)
+    for last_use, size, path in sorted(libraries):
+        if total <= LIMIT or time.time() - last_use < _REMAINS:
             break
         with contextlib.suppress(OSError):
             path.unlink()
-            left -= size
+            total -= size
 
 
 def _age(path: Path) -> float:

@@ -10,7 +10,7 @@
 // the elements of each list and the keys of each dict, one container after another; ``values`` has
 // the values of the dicts.
 extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* values) {
-    Py_ssize_t member = 0, known = 0;
+    Py_ssize_t member = 0, value_index = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); ++i) {
         PyObject* container = PyList_GET_ITEM(containers, i);
         if (PyObject_Size(container) != sizes[i]) return 0;
@@ -21,7 +21,7 @@ extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* member
             PyObject *key, *value;
             for (Py_ssize_t at = 0; PyDict_Next(container, &at, &key, &value);)
                 if (key != PyList_GET_ITEM(members, member++) ||
-                    value != PyList_GET_ITEM(values, known++))
+                    value != PyList_GET_ITEM(values, value_index++))
                     return 0;
         }
     }
@@ -39,10 +39,10 @@ template <typename Each> static bool all_of(PyObject* tensors, Each each) {
     }
 }
 
-extern "C" int addresses(PyObject* tensors, int64_t* found) {
+extern "C" int addresses(PyObject* tensors, int64_t* numbers) {
     return all_of(tensors, [&](PyObject* tensor) {
         const bool none = tensor == Py_None;
-        *found++ = none ? 0 : reinterpret_cast<int64_t>(THPVariable_Unpack(tensor).data_ptr());
+        *numbers++ = none ? 0 : reinterpret_cast<int64_t>(THPVariable_Unpack(tensor).data_ptr());
         return true;
     });
 }
@@ -74,25 +74,25 @@ template <typename Each> static bool layout(PyObject* tensor, Each each) {
 
 // Writes the numbers of the layouts of tensors, as many as there is ``room`` for, and returns how
 // many there are; -1 if an object is no tensor.
-extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
+extern "C" int64_t layouts(PyObject* tensors, int64_t* numbers, int64_t room) {
     int64_t n = 0;
-    const bool known = all_of(tensors, [&](PyObject* tensor) {
+    const bool are_tensors = all_of(tensors, [&](PyObject* tensor) {
         return layout(tensor, [&](int64_t number) {
-            if (n < room) found[n] = number;
+            if (n < room) numbers[n] = number;
             return ++n > 0;
         });
     });
-    return known ? n : -1;
+    return are_tensors ? n : -1;
 }
 
 // Whether ``tensors`` have the known layouts; None fits any. Writes to the bytearray ``present``
 // which are not None.
-extern "C" int laid_out(PyObject* tensors, const int64_t* known, PyObject* present) {
+extern "C" int laid_out(PyObject* tensors, const int64_t* numbers, PyObject* present) {
     char* there = PyByteArray_AS_STRING(present);
     return all_of(tensors, [&](PyObject* tensor) {
         *there = tensor != Py_None;
-        if (*there++) return layout(tensor, [&](int64_t number) { return number == *known++; });
-        known += 6 + 2 * known[5];  // known[5] is the number of dimensions
+        if (*there++) return layout(tensor, [&](int64_t number) { return number == *numbers++; });
+        numbers += 6 + 2 * numbers[5];  // numbers[5] is the number of dimensions
         return true;
     });
 }

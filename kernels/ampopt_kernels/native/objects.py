@@ -68,7 +68,7 @@ class Loops:
             return None
         try:
             if wait or self._library.ready():
-                self.loaded = _declared(self._library.load())
+                self.loaded = _with_types(self._library.load())
             elif self._questions > QUESTIONS:
                 self._library.start()
         except Exception:  # headers of torch or Python may be missing, or need another compiler
@@ -100,16 +100,16 @@ def _library() -> Library:
     return Library(source, options, can_wait=True)
 
 
-def _declared(loaded: ctypes.CDLL) -> ctypes.PyDLL:
+def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     """The loaded library, which holds Python's lock in calls, with the types of its functions."""
-    library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
+    functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    library.hold.argtypes = (objects, pointer, objects, objects)
-    library.addresses.argtypes = (objects, pointer)
-    library.laid_out.argtypes = (objects, pointer, objects)
-    library.bump_versions.argtypes = (objects,)
-    library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
-    return library
+    functions.hold.argtypes = (objects, pointer, objects, objects)
+    functions.addresses.argtypes = (objects, pointer)
+    functions.laid_out.argtypes = (objects, pointer, objects)
+    functions.bump_versions.argtypes = (objects,)
+    functions.layouts.argtypes, functions.layouts.restype = (objects, pointer, count), count
+    return functions
 
 
 def addresses(tensors: list[Any]) -> array:
@@ -120,9 +120,9 @@ def addresses(tensors: list[Any]) -> array:
     """
     library = loops.get()
     if library is not None:
-        found = array("q", bytes(8 * len(tensors)))
-        if library.addresses(tensors, found.buffer_info()[0]):
-            return found
+        numbers = array("q", bytes(8 * len(tensors)))
+        if library.addresses(tensors, numbers.buffer_info()[0]):
+            return numbers
     try:
         return array(
             "q", list(map(Tensor.data_ptr, tensors))
@@ -165,16 +165,16 @@ class IdentityGuard:
         """Return the containers that have other members now."""
         if self.unchanged():
             return []
-        found, members, values = [], iter(self._members), iter(self._values)
+        changes, members, values = [], iter(self._members), iter(self._values)
         for container, size in zip(self._containers, self._sizes, strict=True):
-            stored = list(islice(members, size))
+            before = list(islice(members, size))
             now = list(container)
             if isinstance(container, dict):
-                stored += islice(values, size)
+                before += islice(values, size)
                 now += container.values()
-            if len(stored) != len(now) or not all(map(operator.is_, stored, now)):
-                found.append(container)
-        return found
+            if len(before) != len(now) or not all(map(operator.is_, before, now)):
+                changes.append(container)
+        return changes
 
 
 class LayoutGuard:
@@ -207,8 +207,8 @@ class LayoutGuard:
         if self._numbers is not None:
             library = loops.get()
             assert library is not None
-            present, known = bytearray(self._n), self._numbers.buffer_info()[0]
-            return present if library.laid_out(tensors, known, present) else None
+            present, layouts = bytearray(self._n), self._numbers.buffer_info()[0]
+            return present if library.laid_out(tensors, layouts, present) else None
         assert self._properties is not None
         if all(list(map(of, tensors)) == stored for of, stored in self._properties):
             self._numbers = _numbers(tensors)  # the loops may have been compiled since
@@ -241,6 +241,6 @@ def _numbers(tensors: list[Tensor]) -> array | None:
     library = loops.get()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
-    found = array("q", bytes(8 * n))
-    library.layouts(tensors, found.buffer_info()[0], n)
-    return found
+    numbers = array("q", bytes(8 * n))
+    library.layouts(tensors, numbers.buffer_info()[0], n)
+    return numbers

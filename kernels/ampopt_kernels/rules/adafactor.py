@@ -72,10 +72,10 @@ def _reduce(p, g, state, h, flags):
 @jit
 def _scalars(s, h, flags, sums):
     """The step size: the parameter's root mean square times a factor, clipped by the update's."""
-    new, largest, _, eps2, longest, d, kept = h
+    new, largest, _, eps2, longest, d, shrinkage = h
     size, length, count = sums
     alpha = maximum(tl.sqrt(size / count), eps2) * longest
-    return s, (new, largest, alpha / maximum(tl.sqrt(length / count) / d, 1.0), kept)
+    return s, (new, largest, alpha / maximum(tl.sqrt(length / count) / d, 1.0), shrinkage)
 
 
 @jit

@@ -19,7 +19,7 @@ def _scalars(s, h):
     step = step + 1
     correction1 = 1 - power(beta1, step)
     correction2 = tl.sqrt(1 - power(beta2, step))
-    kept = 1 - lr * weight_decay
+    shrinkage = 1 - lr * weight_decay
     return (step,), (
         lr / correction1,
         correction2,
@@ -28,7 +28,7 @@ def _scalars(s, h):
         1 - beta2,
         eps,
         weight_decay,
-        kept,
+        shrinkage,
     )
 
 
@@ -39,12 +39,12 @@ def _update(p, g, state, h, flags):
     WEIGHT_DECAY: tl.constexpr = flags[1]
     DECOUPLED: tl.constexpr = flags[2]
     MAXIMIZE: tl.constexpr = flags[3]
-    step_size, correction2, new1, beta2, new2, eps, weight_decay, kept = h
+    step_size, correction2, new1, beta2, new2, eps, weight_decay, shrinkage = h
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
         if DECOUPLED:
-            p = p * kept
+            p = p * shrinkage
         else:
             g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)

@@ -42,12 +42,12 @@ def _update(p, g, state, h, flags):
     """Take the SGD step, and update the average of the parameter."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
-    eta, kept, mu, weight_decay = h
+    eta, shrinkage, mu, weight_decay = h
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
         g = g + weight_decay * p
-    p = p * kept - eta * g
+    p = p * shrinkage - eta * g
     ax = tl.where(mu == 1, p, state[0] + (p - state[0]) * mu)
     return p, (ax,)
 

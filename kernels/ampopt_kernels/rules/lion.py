@@ -19,12 +19,12 @@ def _update(p, g, state, h, flags):
     """Move by the sign of a mean of momentum and gradient, and update the momentum."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
-    lr, new1, new2, kept = h
+    lr, new1, new2, shrinkage = h
     exp_avg = state[0]
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
-        p = p * kept
+        p = p * shrinkage
     direction = sign(lerp(exp_avg, g, new1))
     return p - lr * direction, (lerp(exp_avg, g, new2),)
 

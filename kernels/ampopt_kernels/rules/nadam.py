@@ -61,12 +61,12 @@ def _update(p, g, state, h, flags):
     WEIGHT_DECAY: tl.constexpr = flags[0]
     DECOUPLED: tl.constexpr = flags[1]
     MAXIMIZE: tl.constexpr = flags[2]
-    of_gradient, of_average, correction2, new1, beta2, new2, eps, weight_decay, kept = h
+    of_gradient, of_average, correction2, new1, beta2, new2, eps, weight_decay, shrinkage = h
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
         if DECOUPLED:
-            p = p * kept
+            p = p * shrinkage
         else:
             g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)

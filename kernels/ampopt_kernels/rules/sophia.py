@@ -23,12 +23,12 @@ def _update(p, g, state, h, flags):
     """Move by the momentum over the Hessian estimate, at most by ``lr``."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
-    lr, new1, curvature, kept = h
+    lr, new1, curvature, shrinkage = h
     hessian = state[1]
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
-        p = p * kept
+        p = p * shrinkage
     exp_avg = lerp(state[0], g, new1)
     ratio = minimum(div_rn(tl.abs(exp_avg), curvature * hessian + 1e-15), 1.0)
     return p - lr * sign(exp_avg) * ratio, (exp_avg, hessian)

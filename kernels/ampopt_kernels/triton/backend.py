@@ -245,7 +245,7 @@ class Triton(Backend):
         device, squares = settings.device, partials.squares
         flags = partials.flags_on(device)
         cause = torch.empty((), dtype=torch.float64, device=device)
-        found = FoundCause(
+        result = FoundCause(
             flag=torch.empty(1, dtype=torch.float32, device=device),
             cause=cause,
             squares=None if squares is None else torch.empty_like(cause).reshape(1),
@@ -260,9 +260,9 @@ class Triton(Backend):
             "values": pointer(values),
             "statistics": pointer(statistics),
             "n_checks": settings.shape[0],
-            "flag_out": found.flag,
+            "flag_out": result.flag,
             "cause_out": cause,
-            "squares_out": pointer(found.squares),
+            "squares_out": pointer(result.squares),
             "HAS_EXTERNAL": found_inf is not None,
             "HAS_NORM": squares is not None,
             "HAS_VALUES": values is not None,
@@ -270,7 +270,7 @@ class Triton(Backend):
             "PARTS": PARTS,
         }
         self._launch(device, skip_checks_kernel, 1, arguments)
-        return found
+        return result
 
     def note(
         self,

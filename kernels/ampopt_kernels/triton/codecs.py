@@ -164,13 +164,13 @@ def store_codes(
     if len(CODECS[INDEX]) > 1:
         code = tl.where(code > CODECS[INDEX][1], code, CODECS[INDEX][1])
         code = tl.where(code < CODECS[INDEX][2], code, CODECS[INDEX][2])
-        stored = code.to(tl.int32).to(DTYPE)
+        number = code.to(tl.int32).to(DTYPE)
     else:
-        stored = rounded(code, DTYPE)
+        number = rounded(code, DTYPE)
     if MASKED:
-        tl.store(stream + at, stored, mask=live)
+        tl.store(stream + at, number, mask=live)
     else:
-        tl.store(stream + at, stored)
+        tl.store(stream + at, number)
 
 
 @jit

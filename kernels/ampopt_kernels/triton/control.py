@@ -91,7 +91,7 @@ def control_arguments(
         "N_HYPER": 0 if hyper is None else hyper.shape[1],
         "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
         "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-        "STORED": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
+        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
         "FLAG_SETS": () if table is None else table.flag_sets,
         "N_TERMS": 0 if sums is None else sums.totals.numel(),
         "COLUMNS": 8 if table is None else table.columns,
@@ -137,7 +137,7 @@ def control_kernel(
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
-    STORED: tl.constexpr,
+    DTYPES: tl.constexpr,
     FLAG_SETS: tl.constexpr,
     N_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -193,7 +193,7 @@ def control_kernel(
         N_HYPER: hyperparameters of a group.
         N_STATES: columns of ``table`` between the parameter and the scalar states.
         N_SCALARS: columns of ``table`` for scalar states.
-        STORED: tuple of dtypes, one for each scalar state.
+        DTYPES: tuple of dtypes, one for each scalar state.
         FLAG_SETS: tuple of the rule's flags, by the number that ``table`` has for them; empty if
             ``SCALARS`` takes no flags.
         N_TERMS: sums of a row that ``SCALARS`` takes.
@@ -214,13 +214,13 @@ def control_kernel(
             if ARGUMENTS == 2:
                 _advance(
                     skip, start, table, hyper, sums, totals, h_out, n_rows, 0, PREVIEW, BEFORE,
-                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
+                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS, N_TERMS,
                     COLUMNS, ROWS,
                 )  # fmt: skip
             for i in tl.static_range(len(FLAG_SETS)):
                 _advance(
                     skip, start, table, hyper, sums, totals, h_out, n_rows, i, PREVIEW, BEFORE,
-                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
+                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS, N_TERMS,
                     COLUMNS, ROWS,
                 )  # fmt: skip
 
@@ -258,10 +258,10 @@ def _decide(
             worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
         if NORM:
             total += tl.load(squares + at, mask=at < n_parts, other=0.0)
-    found = tl.max(worst, 0).to(tl.float64)
+    overflow = tl.max(worst, 0).to(tl.float64)
     if HAS_EXTERNAL:
         flag = tl.load(external).to(tl.float64)
-        found = tl.where(flag > 0, flag, found)
+        overflow = tl.where(flag > 0, flag, overflow)
     inverse = tl.full((), 1.0, tl.float64)
     if HAS_SCALE:
         value = tl.load(scale).to(tl.float64)
@@ -269,7 +269,7 @@ def _decide(
         if CHECK:
             # g / inf is 0, which is finite: a scale that is not usable counts as an overflow.
             usable = (value > 0) & (value < float("inf"))
-            found = tl.where(usable, found, 1.0)
+            overflow = tl.where(usable, overflow, 1.0)
     if UNSCALED:
         inverse = tl.full((), 1.0, tl.float64)
     coefficient = tl.full((), 1.0, tl.float64)
@@ -288,7 +288,7 @@ def _decide(
             tl.load(scale).to(tl.float64),
             tl.load(counters).to(tl.float64),
             tl.load(counters + 1).to(tl.float64),
-            found,
+            overflow,
             constant,
         )
         tl.store(scale_out, new_scale.to(scale_out.dtype.element_ty))
@@ -296,8 +296,8 @@ def _decide(
         tl.store(counters_out + 1, budget.to(tl.int32))
     skip = tl.full((), 0.0, tl.float64)
     if DROP:
-        skip = found
-    tl.store(found_out, found.to(tl.float32))
+        skip = overflow
+    tl.store(found_out, overflow.to(tl.float32))
     tl.store(coefficients, skip)
     tl.store(coefficients + 1, inverse)
     tl.store(coefficients + 2, coefficient)
@@ -322,7 +322,7 @@ def _advance(
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
-    STORED: tl.constexpr,
+    DTYPES: tl.constexpr,
     FLAG_SETS: tl.constexpr,
     N_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -343,8 +343,8 @@ def _advance(
     s = ()
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
-        stored = live & (address != 0)
-        old = tl.load(address.to(tl.pointer_type(STORED[i])), mask=stored, other=0.0)
+        exists = live & (address != 0)
+        old = tl.load(address.to(tl.pointer_type(DTYPES[i])), mask=exists, other=0.0)
         s = s + (tl.where(live, old.to(tl.float64), 1.0),)
     each = ()
     over_all = ()
@@ -371,7 +371,7 @@ def _advance(
     skips = skip + tl.zeros((ROWS,), tl.float64)
     for i in tl.static_range(0 if PREVIEW else N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
-        stored = live & present & (address != 0) & (skips <= 0)
-        tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)
+        exists = live & present & (address != 0) & (skips <= 0)
+        tl.store(address.to(tl.pointer_type(DTYPES[i])), new_s[i].to(DTYPES[i]), mask=exists)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

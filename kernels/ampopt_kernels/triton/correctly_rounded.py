@@ -62,8 +62,8 @@ class _Exchange(ast.NodeTransformer):
         self.generic_visit(node)
         if not (_divides(node) and isinstance(node.target, ast.Name)):
             return node
-        left = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
-        value = _call(node, _divided, left, node.value)
+        target = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+        value = _call(node, _divided, target, node.value)
         return ast.copy_location(ast.Assign([node.target], value), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -84,10 +84,10 @@ def _divides(node: ast.BinOp | ast.AugAssign) -> bool:
     return isinstance(node.op, ast.Div)
 
 
-def _call(written: Any, function: Any, *arguments: Any, keywords: Any = ()) -> ast.Call:
+def _call(node: Any, function: Any, *arguments: Any, keywords: Any = ()) -> ast.Call:
     """A call of ``function`` as a constant: the author's globals have no name for it."""
     call = ast.Call(ast.Constant(function), list(arguments), list(keywords))
-    return ast.copy_location(call, written)
+    return ast.copy_location(call, node)
 
 
 @core.builtin

@@ -123,7 +123,7 @@ def detect_kernel(
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     largest = tl.zeros((BLOCK // 4,), COMPUTE)
-    used = tl.zeros((BLOCK // 4,), tl.int32)
+    nonzeros = tl.zeros((BLOCK // 4,), tl.int32)
     flushed = tl.zeros((BLOCK // 4,), tl.int32)
     # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     lanes = tl.arange(0, BLOCK)
@@ -137,7 +137,7 @@ def detect_kernel(
             if NORM or MEASURE:
                 total = _plus_square(total, x)
             if MEASURE:
-                largest, used, flushed = _measured(largest, used, flushed, x, BLOCK)
+                largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
             if WRITE:
                 tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPE))
     for offset in range(whole, end, BLOCK):
@@ -149,7 +149,7 @@ def detect_kernel(
         if NORM or MEASURE:
             total = _plus_square(total, x)
         if MEASURE:
-            largest, used, flushed = _measured(largest, used, flushed, x, BLOCK)
+            largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
@@ -160,7 +160,7 @@ def detect_kernel(
             tl.store(squares + program, square)
         if MEASURE:
             tl.store(measures + 4 * program, tl.max(largest, 0).to(tl.float64))
-            tl.store(measures + 4 * program + 1, tl.sum(used, 0).to(tl.float64))
+            tl.store(measures + 4 * program + 1, tl.sum(nonzeros, 0).to(tl.float64))
             tl.store(measures + 4 * program + 2, tl.sum(flushed, 0).to(tl.float64))
             tl.store(measures + 4 * program + 3, square)
 
@@ -181,12 +181,12 @@ def _plus_square(total, x):
 
 
 @jit
-def _measured(largest, used, flushed, x, BLOCK: tl.constexpr):
+def _measured(largest, nonzeros, flushed, x, BLOCK: tl.constexpr):
     """Add a block to the measures: largest magnitude, nonzero elements, and underflows."""
     # A thread reads at least four neighbours. It adds them to one total, to save registers.
     magnitude = tl.abs(tl.reshape(x, (BLOCK // 4, 4)))
     finite = tl.where(magnitude < float("inf"), magnitude, 0.0)
     largest = tl.maximum(largest, tl.max(finite, 1))
-    used = used + tl.sum((finite > 0).to(tl.int32), 1)
+    nonzeros = nonzeros + tl.sum((finite > 0).to(tl.int32), 1)
     flushed = flushed + tl.sum(((finite > 0) & (finite <= 2.0**-25)).to(tl.int32), 1)
-    return largest, used, flushed
+    return largest, nonzeros, flushed

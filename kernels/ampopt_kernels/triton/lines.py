@@ -177,14 +177,14 @@ class Lines:
         Args:
             sums: float64, shape (size,): what ``line_kernel`` wrote.
         """
-        found: LineSums = {}
+        sums_by_row: LineSums = {}
         for stack in self.stacks:
             first, n = stack.members[0], len(stack.members)
-            of_terms = found[stack.rows[0]] = []
+            of_terms = sums_by_row[stack.rows[0]] = []
             for part, (start, parts, size) in zip(first.parts, stack.sums, strict=True):
                 term = sums[start : start + n * parts * size].view(n, parts, size)
                 of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
-        return found
+        return sums_by_row
 
 
 def line_launches(

@@ -80,8 +80,8 @@ def skip_checks_kernel(
             value = tl.where(tl.load(row + 4) > 0, norm, tl.load(values + i))
         usual = within_limit(value, tl.load(row + 1))
         if HAS_STATISTICS:
-            known = statistics + 3 * i
-            count, mean, squared = tl.load(known), tl.load(known + 1), tl.load(known + 2)
+            entry = statistics + 3 * i
+            count, mean, squared = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
             usual = usual & within_deviations(
                 value, tl.load(row + 2), tl.load(row + 3), count, mean, squared
             )
@@ -95,10 +95,10 @@ def skip_checks_kernel(
             value = norm
             if HAS_VALUES:
                 value = tl.where(tl.load(settings + 5 * i + 4) > 0, norm, tl.load(values + i))
-            known = statistics + 3 * i
-            count, mean, squared = tl.load(known), tl.load(known + 1), tl.load(known + 2)
+            entry = statistics + 3 * i
+            count, mean, squared = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
             new_count, new_mean, new_squared = statistics_with(value, count, mean, squared)
             keeps = skips | (is_finite(value) == 0)
-            tl.store(known, tl.where(keeps, count, new_count))
-            tl.store(known + 1, tl.where(keeps, mean, new_mean))
-            tl.store(known + 2, tl.where(keeps, squared, new_squared))
+            tl.store(entry, tl.where(keeps, count, new_count))
+            tl.store(entry + 1, tl.where(keeps, mean, new_mean))
+            tl.store(entry + 2, tl.where(keeps, squared, new_squared))

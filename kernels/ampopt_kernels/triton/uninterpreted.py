@@ -38,13 +38,13 @@ def compiler() -> Iterator[None]:
     The interpreter patches functions of ``tl`` during a launch and restores them after it, but not
     those that Triton's own library calls.
     """
-    left = {
+    originals = {
         name: value.__kwdefaults__["member"]
         for name, value in vars(tl.core).items()
         if getattr(value, "__module__", None) == "triton.runtime.interpreter"
         and "member" in (getattr(value, "__kwdefaults__", None) or ())
     }
-    with mock.patch.dict(vars(tl.core), left):
+    with mock.patch.dict(vars(tl.core), originals):
         yield
 
 

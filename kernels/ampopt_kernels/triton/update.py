@@ -49,7 +49,7 @@ def update_launches(
                 "RULE": rule.update,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
-                "COPIED": row.copy is not None,
+                "HAS_COPY": row.copy is not None,
                 "LOW": row.low is not None,
                 "STOCHASTIC": row.rounds,
                 "KEYED": row.keys is not None,
@@ -77,7 +77,7 @@ def update_kernel(
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
-    COPIED: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     LOW: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -118,7 +118,7 @@ def update_kernel(
         FLAGS: tuple of bool, the rule's flags.
         DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy or the
             low bits if there are any: the first columns of ``table``, in this order.
-        COPIED: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
+        HAS_COPY: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
             only written.
         LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master; see
             ``ampopt_kernels.low_bits``.
@@ -194,7 +194,7 @@ def update_kernel(
             RULE,
             FLAGS,
             DTYPES,
-            COPIED,
+            HAS_COPY,
             LOW,
             STOCHASTIC,
             DRAWS,
@@ -210,7 +210,7 @@ def update_kernel(
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
-            scales, RULE, FLAGS, DTYPES, COPIED, LOW, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN,
+            scales, RULE, FLAGS, DTYPES, HAS_COPY, LOW, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN,
             CODECS, DECODES, ENCODES, True, BLOCK,
         )  # fmt: skip
 
@@ -232,7 +232,7 @@ def _update_block(
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
-    COPIED: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     LOW: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -249,7 +249,7 @@ def _update_block(
     at = offset + tl.arange(0, BLOCK)
     live = at < end
     values = ()
-    for i in tl.static_range(len(DTYPES) - COPIED):
+    for i in tl.static_range(len(DTYPES) - HAS_COPY):
         if MASKED:
             x = tl.load(streams[i] + at, mask=live, other=0)
         else:
@@ -267,7 +267,7 @@ def _update_block(
     else:
         param, state = RULE(old, grad, state, h, FLAGS)  # pyright: ignore
     new = (param,) + state
-    if COPIED:
+    if HAS_COPY:
         new = new + (param,)
     if LOW:
         top, steps = split(param, uniform_of(places, key, 1), DTYPES[1] == tl.float16)  # pyright: ignore

@@ -83,14 +83,14 @@ def watch_kernel(
         row = numbers + WIDTH * tl.load(parts + 3 * program + 2)
         flag = tl.zeros((BLOCK,), tl.float32)
         largest = tl.zeros((BLOCK,), tl.float64)
-        used = tl.zeros((BLOCK,), tl.float64)
+        nonzeros = tl.zeros((BLOCK,), tl.float64)
         flushed = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, count, BLOCK):
             live = start + lanes < count
             block = first + start + lanes
             flag = tl.maximum(flag, tl.load(flags + block, mask=live, other=0.0))
             largest = tl.maximum(largest, tl.load(measures + 4 * block, mask=live, other=0.0))
-            used += tl.load(measures + 4 * block + 1, mask=live, other=0.0)
+            nonzeros += tl.load(measures + 4 * block + 1, mask=live, other=0.0)
             flushed += tl.load(measures + 4 * block + 2, mask=live, other=0.0)
         overflowed = tl.max(flag, 0) > 0
         tl.store(row, tl.maximum(tl.load(row), tl.max(largest, 0)))
@@ -98,7 +98,7 @@ def watch_kernel(
         oldest = row + COUNTS + overflows.to(tl.int64) % (WIDTH - COUNTS)
         tl.store(oldest, tl.where(overflowed, number.to(tl.float64), tl.load(oldest)))
         tl.store(row + 1, overflows + tl.where(overflowed, 1.0, 0.0))
-        tl.store(row + 2, tl.load(row + 2) + tl.sum(used, 0) * (1.0 - skipped))
+        tl.store(row + 2, tl.load(row + 2) + tl.sum(nonzeros, 0) * (1.0 - skipped))
         tl.store(row + 3, tl.load(row + 3) + tl.sum(flushed, 0) * (1.0 - skipped))
     elif STEP:
         squares = tl.zeros((BLOCK,), tl.float64)

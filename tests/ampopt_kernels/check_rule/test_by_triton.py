@@ -154,12 +154,12 @@ def test_what_triton_refuses_is_named_with_its_line_and_a_remedy(function, code,
 def test_triton_names_the_fault_again_when_a_rule_is_tried_again():
     """After an error, Triton leaves a placeholder as the cache key of the function."""
     function = compilable(calls_unmarked)
-    said = []
+    messages = []
     for _ in range(2):
         with pytest.raises(Exception, match="unmarked") as raised:
             _ = function.cache_key
-        said.append(str(raised.value))
-    assert said[0] == said[1]
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 @jit

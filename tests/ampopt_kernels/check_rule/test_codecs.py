@@ -24,9 +24,9 @@ def decode(code):
     return code * (1 / 120)
 
 
-def rule_of(*, encode=encode, decode=decode, dtype=torch.int8, block=64, **declared):
+def rule_of(*, encode=encode, decode=decode, dtype=torch.int8, block=64, **options):
     codec = Codec(encode, decode, dtype, block)
-    state = (State("buf", codec=codec, **declared),)
+    state = (State("buf", codec=codec, **options),)
     return Rule(update=update, hyper=("lr", "decay"), state=state)
 
 

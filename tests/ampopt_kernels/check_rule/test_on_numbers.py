@@ -90,8 +90,8 @@ def keeps_sums(s, h, flags, sums):
 )
 def test_what_is_changed_in_place_is_refused(role, rule):
     """On torch tensors, the code would change the caller's gradient, or a state too early."""
-    declared = Rule(**{"update": one_state, "hyper": HYPER, "state": STATE, **rule})
-    assert_refused(declared, ValueError, f"{role} of", "changes in place", "`x = x + y`")
+    whole_rule = Rule(**{"update": one_state, "hyper": HYPER, "state": STATE, **rule})
+    assert_refused(whole_rule, ValueError, f"{role} of", "changes in place", "`x = x + y`")
 
 
 @jit
@@ -181,8 +181,8 @@ def unpacks_two_states(p, g, state, h, flags):
 )
 def test_a_state_that_is_not_declared_is_refused(function, reads):
     rule = Rule(update=function, hyper=HYPER, state=STATE)
-    declared = "he rule declares 1, state=['average']"
-    assert_refused(rule, ValueError, place_of(function, 2), declared, reads)
+    declaration = "he rule declares 1, state=['average']"
+    assert_refused(rule, ValueError, place_of(function, 2), declaration, reads)
 
 
 @jit
@@ -205,8 +205,8 @@ def unpacks_three_hypers(p, g, state, h, flags):
 )
 def test_a_hyperparameter_that_is_not_declared_is_refused(function, reads):
     rule = Rule(update=function, hyper=HYPER)
-    declared = "he rule declares 2, hyper=('lr', 'decay')"
-    assert_refused(rule, ValueError, place_of(function, 2), declared, reads)
+    declaration = "he rule declares 2, hyper=('lr', 'decay')"
+    assert_refused(rule, ValueError, place_of(function, 2), declaration, reads)
 
 
 def test_a_hyperparameter_that_no_group_has_is_refused():

@@ -85,8 +85,8 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     parts = RULE.row_column_states_for((both,))
     own = RowColumnStates.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
     whole = Slices.of_one(tensors[0].numel(), h)
-    found = compiled(both, dtypes)(whole, tensors, own)
-    return own, [sums.squeeze(0) for sums in found]
+    results = compiled(both, dtypes)(whole, tensors, own)
+    return own, [sums.squeeze(0) for sums in results]
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
@@ -108,12 +108,12 @@ def test_sums_are_those_of_float64(stack, m, n, both, dtypes, factors, offset, s
     if matrices > 3:
         m, n = min(m, 9), min(n, 9)
     tensors = given_to((*batch, m, n), dtypes, seed, offset)
-    own, found = sums_of((*batch, m, n), both, tensors, (*factors, 0.3))
+    own, results = sums_of((*batch, m, n), both, tensors, (*factors, 0.3))
     compute = arithmetic(*dtypes[:2])
     g, p, state = (t.to(compute).view(matrices, m, n) for t in tensors)
     averages = RULE.torch_averages_in(compute)
     terms = averages(p, g * factors[0] * factors[1], (state,), (0.3,), (both,))
-    for part, sums, term in zip(own.parts, found, terms, strict=True):
+    for part, sums, term in zip(own.parts, results, terms, strict=True):
         assert sums.shape == part.beside((*batch, m, n)) and sums.dtype == F64
         lines = term if part.shape == "rows" else term.mT
         lines = lines.reshape(-1, lines.shape[-1]).tolist()
@@ -129,15 +129,15 @@ def test_sums_are_those_of_float64(stack, m, n, both, dtypes, factors, offset, s
 )
 def test_no_bit_depends_on_the_number_of_threads(shape, seed):
     tensors, before = given_to(shape, (F32, F32, F32), seed), torch.get_num_threads()
-    found = []
+    results = []
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            found.append(sums_of(shape, True, tensors, (1.0, 0.7, 0.3))[1])
+            results.append(sums_of(shape, True, tensors, (1.0, 0.7, 0.3))[1])
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

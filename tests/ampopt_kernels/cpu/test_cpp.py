@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ 
 
 RULES = {name: getattr(rules, name) for name in rules.__all__}
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-STORED = [
+DTYPES_OF_TENSORS = [
     # gradient, parameter and states, copy
     (F32, F32, None),
     (F64, F64, None),
@@ -41,10 +41,10 @@ STORED = [
 SIZES = [1, 7, 8, 15, 16, 17, 31, 33, 64, 100, 1000, CHUNK - 1, CHUNK, CHUNK + 17]
 
 
-def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[torch.Tensor]:
+def tensors_of(rule: Rule, flags: Any, dtypes: Any, n: int, seed: int) -> list[torch.Tensor]:
     """Tensors with numbers of all magnitudes, most of them near 1; second moments are positive."""
     source = torch.Generator().manual_seed(seed)
-    grad_dtype, dtype, copy = stored
+    grad_dtype, dtype, copy = dtypes
 
     few = min(n, 997)
 
@@ -57,8 +57,8 @@ def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[t
         return values.to(dtype).repeat(-(-n // few))[:n].contiguous()
 
     states = [drawn(dtype).abs() for _ in rule.state_for(flags)]
-    given = [drawn(grad_dtype), drawn(dtype), *states]
-    return [*given, given[1].to(copy)] if copy is not None else given
+    tensors = [drawn(grad_dtype), drawn(dtype), *states]
+    return [*tensors, tensors[1].to(copy)] if copy is not None else tensors
 
 
 def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -68,17 +68,17 @@ def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.d
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
     rows = p.numel() // columns
     shaped = p.view(-1, rows // (2 - rows % 2), columns)
-    made = RowColumnStates.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
-    for factor in made.factors:
+    states = RowColumnStates.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
+    for factor in states.factors:
         factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
-    return made
+    return states
 
 
-def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float, ...]) -> Any:
+def both(rule: Rule, flags: Any, dtypes: Any, n: int, seed: int, h: tuple[float, ...]) -> Any:
     """The results of the eager backend and of the C++ for the same tensors."""
-    ours, theirs = (tensors_of(rule, flags, stored, n, seed) for _ in range(2))
+    ours, theirs = (tensors_of(rule, flags, dtypes, n, seed) for _ in range(2))
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
-    row_column_states = row_column_states_of(rule, flags, ours[1], arithmetic(*stored[:2]))
+    row_column_states = row_column_states_of(rule, flags, ours[1], arithmetic(*dtypes[:2]))
     beside = () if row_column_states is None else row_column_states.addresses
     whole = Slices.of_one(n, h)
     Loop(Library(source.text).load().update)(whole, ours, beside=beside)
@@ -152,18 +152,18 @@ def test_every_rule_has_the_same_bits_in_cpp(name, data):
     """With any flags and dtypes. Four combinations are compiled, each for several sizes."""
     rule = RULES[name]
     flags = tuple(data.draw(st.booleans()) for _ in rule.flags)
-    stored = data.draw(st.sampled_from(STORED))
+    dtypes = data.draw(st.sampled_from(DTYPES_OF_TENSORS))
     for _ in range(4):
         hyper = flat([data.draw(st.sampled_from(some)) for some in samples_of(rule)])
         step = data.draw(st.sampled_from([0.0, 1.0, 6.0, 1000.0]))
         factors = data.draw(st.sampled_from([(1.0, 1.0), (2.0**-16, 1.0), (1 / 3, 0.7)]))
         h = (*factors, *scalars_of(rule, hyper, step))
         n, seed = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2**31))
-        ours, theirs, source = both(rule, flags, stored, n, seed, h)
+        ours, theirs, source = both(rule, flags, dtypes, n, seed, h)
         if source.exact:
             assert same_bits(ours, theirs)
         else:  # roots of float64 are MKL's in torch, a unit in the last place off at times
-            assert F64 in stored
+            assert F64 in dtypes
             for x, y in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, equal_nan=True)
 
@@ -192,7 +192,7 @@ ANYTHING = Rule(update=_anything, hyper=("a", "b"), state=(State("s"),))
 
 @few
 @given(
-    st.sampled_from([s for s in STORED if F64 not in s]),
+    st.sampled_from([s for s in DTYPES_OF_TENSORS if F64 not in s]),
     st.lists(
         st.tuples(
             st.sampled_from(SIZES), st.integers(0, 2**31), st.floats(0.01, 2), st.floats(0, 1)
@@ -201,9 +201,9 @@ ANYTHING = Rule(update=_anything, hyper=("a", "b"), state=(State("s"),))
         max_size=8,
     ),
 )
-def test_the_whole_language_has_the_same_bits_in_cpp(stored, calls):
+def test_the_whole_language_has_the_same_bits_in_cpp(dtypes, calls):
     for n, seed, a, b in calls:
-        ours, theirs, source = both(ANYTHING, (), stored, n, seed, (0.5, 0.7, a, b))
+        ours, theirs, source = both(ANYTHING, (), dtypes, n, seed, (0.5, 0.7, a, b))
         assert source.exact
         assert same_bits(ours, theirs)
 
@@ -238,16 +238,16 @@ def test_every_number_of_half_precision_comes_and_goes(dtype, target, monkeypatc
         -(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(0)
     )
     between = every.float() + torch.cat([every[1:], every[:1]]).float()
-    for values, stored in (
+    for values, copy in (
         (every, torch.empty(1 << 16)),
         (between / 2, torch.empty_like(every)),  # the ties, and what overflows
         (bits.to(torch.int32).view(F32), torch.empty_like(every)),
     ):
-        tensors = [torch.zeros_like(every), values.clone(), stored]
+        tensors = [torch.zeros_like(every), values.clone(), copy]
         source = source_of(Rule(update=_kept, hyper=()), (), tuple(t.dtype for t in tensors), 2)
         whole = Slices.of_one(1 << 16, [1.0, 1.0])
         Loop(Library(source.text).load().update)(whole, tensors)
-        assert same_bits(tensors[1:], [values, values.to(stored.dtype)])
+        assert same_bits(tensors[1:], [values, values.to(copy.dtype)])
 
 
 @jit

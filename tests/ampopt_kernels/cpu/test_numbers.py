@@ -56,9 +56,9 @@ def test_copies_move_every_bit_to_its_place(copies, shapes, dtype, grad_dtype, v
     assert fingerprint(grad_scratch) == fingerprint(torch.cat([g.reshape(-1) for g in grads]))
 
     scratch.mul_(-1)
-    wanted = [fingerprint(-p) for p in params]
+    expected = [fingerprint(-p) for p in params]
     copied.store()
-    assert [fingerprint(p) for p in params] == wanted
+    assert [fingerprint(p) for p in params] == expected
 
 
 sizes = st.sampled_from([0, 1, 31, 32, 33, 255, 257, PART - 1, PART, 2 * PART + 5])
@@ -85,18 +85,18 @@ def test_sums_of_squares_are_those_of_float64_with_any_number_of_threads(kinds, 
         torch.tensor(values, dtype=dtype).repeat(size // len(values) + 1)[:size].clone()
         for dtype, size in kinds
     ]
-    wanted = [tensor.double().square().sum().item() for tensor in tensors]
+    expected = [tensor.double().square().sum().item() for tensor in tensors]
     before = torch.get_num_threads()
-    found = []
+    results = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(sums_of_squares(tensors))
+            results.append(sums_of_squares(tensors))
     finally:
         torch.set_num_threads(before)
-    assert found[0] == pytest.approx(wanted, rel=1e-12)
-    assert found == found[:1] * 3
-    assert found[0] == [sums_of_squares([tensor])[0] for tensor in tensors]
+    assert results[0] == pytest.approx(expected, rel=1e-12)
+    assert results == results[:1] * 3
+    assert results[0] == [sums_of_squares([tensor])[0] for tensor in tensors]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for vectors of x86")
@@ -108,13 +108,13 @@ def test_measures_have_the_same_bits_from_vectors_of_any_width(monkeypatch):
     ]
     tensors[1][7] = float("nan")
     bounds = [(1, 0x3000, DTYPES[tensor.dtype].infinity, 0) for tensor in tensors]
-    flags, wanted = measures(tensors, bounds, 0.5)
+    flags, expected = measures(tensors, bounds, 0.5)
     narrow = numbers.library("-mno-avx2").load()
     narrow.measure.argtypes = numbers.loops().measure.argtypes
     monkeypatch.setattr(numbers, "loaded", narrow)
-    narrow_flags, found = measures(tensors, bounds, 0.5)
+    narrow_flags, columns = measures(tensors, bounds, 0.5)
     assert narrow_flags == flags
-    assert fingerprint(found) == fingerprint(wanted)
+    assert fingerprint(columns) == fingerprint(expected)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -141,18 +141,18 @@ def test_gradients_are_measured_as_torchs_operations_would(kinds, values, scale)
         grads=[filled((size,), dtype, values) for dtype, size in kinds],
     )
     inverse = reciprocal(scale)
-    loops, (found, squares) = numbers.loops(), found_in(work, inverse)
+    loops, (report, squares) = numbers.loops(), found_in(work, inverse)
     numbers.loaded = None
     try:
-        wanted, wanted_squares = found_in(work, inverse)
+        expected, expected_squares = found_in(work, inverse)
     finally:
         numbers.loaded = loops
-    assert (found.flags, found.rows) == (wanted.flags, wanted.rows)
-    assert repr(squares) == repr(wanted_squares)
-    if found.measures is not None and wanted.measures is not None:
-        assert torch.equal(found.measures[:, :3], wanted.measures[:, :3])
-        finite = ~torch.tensor(wanted.flags)
-        assert torch.equal(found.measures[finite], wanted.measures[finite])
+    assert (report.flags, report.rows) == (expected.flags, expected.rows)
+    assert repr(squares) == repr(expected_squares)
+    if report.measures is not None and expected.measures is not None:
+        assert torch.equal(report.measures[:, :3], expected.measures[:, :3])
+        finite = ~torch.tensor(expected.flags)
+        assert torch.equal(report.measures[finite], expected.measures[finite])
 
 
 @given(

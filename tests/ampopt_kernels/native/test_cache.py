@@ -37,8 +37,8 @@ def test_every_folder_that_is_made_is_for_this_user_alone(own_cache, umask):
         assert cache.place() == (own_cache, None, False)
     finally:
         os.umask(before)
-    for made in (own_cache, own_cache.parent):
-        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    for folder in (own_cache, own_cache.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @needs_posix
@@ -48,11 +48,11 @@ def test_a_library_in_a_folder_that_others_may_write_is_not_loaded(own_cache, st
     folder = own_cache.parents[1] / shared
     folder.chmod(0o777)
     cache.place.cache_clear()
-    found = cache.place()
-    assert found.distrusts and f"write to {folder} (mode 0777" in (found.instead or "")
-    assert found.folder == own_cache.parents[1] / "temporary" / f"ampopt-{os.getuid()}"
+    place = cache.place()
+    assert place.distrusts and f"write to {folder} (mode 0777" in (place.instead or "")
+    assert place.folder == own_cache.parents[1] / "temporary" / f"ampopt-{os.getuid()}"
     assert answer() == 42 and len(starts()) == 2
-    assert len(names(found.folder)) == len(names(own_cache)) == 1
+    assert len(names(place.folder)) == len(names(own_cache)) == 1
 
 
 @needs_posix
@@ -221,10 +221,10 @@ def test_cxx_is_split_as_a_shell_does_and_other_flags_make_another_library(
         monkeypatch.setenv("CXX", compiler + words)
         assert answer() == answer() == 42
         assert len(starts()) == len(names(own_cache)) == done
-    plain, o2, named, march = (f" {arguments} " for arguments in starts())
+    plain, o2, defining, march = (f" {arguments} " for arguments in starts())
     assert " -O3 " in plain and " -march=native " in plain
     assert "-O3" not in o2 and o2.startswith(" -O2 ") and " -march=native " in o2
-    assert " -DNAME=a b " in named
+    assert " -DNAME=a b " in defining
     assert "native" not in march and " -O3 " in march
 
 
@@ -256,8 +256,8 @@ def test_what_ended_processes_have_left_is_removed(own_cache, starts, monkeypatc
     assert cache.claim(own_cache / "mine.claim") and not cache.claim(own_cache / "mine.claim")
     (own_cache / "notes").touch()
     assert answer() == 42
-    left = {name for name in names(own_cache) if not name.endswith(".so")}
-    assert left == {mine.name, "mine.claim", "notes"}
+    remains = {name for name in names(own_cache) if not name.endswith(".so")}
+    assert remains == {mine.name, "mine.claim", "notes"}
     then = time.time() - 7200
     for path in (mine, own_cache / "mine.claim"):
         os.utime(path, (then, then))

@@ -49,34 +49,34 @@ LISTS = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_contents_is_seen(change):
     a, b = {"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2)}
-    known = IdentityGuard([a, {}, b])
-    assert known.unchanged()
+    guard = IdentityGuard([a, {}, b])
+    assert guard.unchanged()
     a["x"].add_(1)
     a["x"] = a["x"]
-    assert known.unchanged()
+    assert guard.unchanged()
     CHANGES[change](a, b)
-    assert not known.unchanged()
+    assert not guard.unchanged()
 
 
 @pytest.mark.parametrize("change", LISTS)
 def test_every_change_of_lists_is_seen(change):
     a, b = [torch.ones(2), 1.5], [torch.ones(2), "b"]
-    known = IdentityGuard([a, {"x": a}, [], b])
+    guard = IdentityGuard([a, {"x": a}, [], b])
     a[0].add_(1)
-    assert known.unchanged()
+    assert guard.unchanged()
     LISTS[change](a, b)
-    assert not known.unchanged()
+    assert not guard.unchanged()
 
 
 def test_contents_are_those_of_any_kind_of_dict():
     class Kind(dict):
         pass
 
-    kept = Kind(x=1.5)
-    known = IdentityGuard([kept])
-    assert known.unchanged()
-    kept["x"] = 2.5
-    assert not known.unchanged()
+    values = Kind(x=1.5)
+    guard = IdentityGuard([values])
+    assert guard.unchanged()
+    values["x"] = 2.5
+    assert not guard.unchanged()
 
 
 def test_addresses_are_those_of_first_elements():
@@ -139,11 +139,11 @@ CHANGED = {
 
 
 def test_others_laid_out_the_same_are_alike():
-    known = LayoutGuard(example())
+    guard = LayoutGuard(example())
     with torch.no_grad():
         others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
-        assert known.present(others) is not None
-    assert known.present(others) is not None
+        assert guard.present(others) is not None
+    assert guard.present(others) is not None
 
 
 @pytest.mark.parametrize("what", CHANGED)
@@ -152,29 +152,29 @@ def test_what_a_flat_kernel_would_misread_is_not_alike(what):
 
 
 @pytest.mark.parametrize(
-    ("known", "other"),
+    ("one", "other"),
     [
         (torch.zeros(3, 2).t(), torch.zeros(2, 3)),
         (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
     ],
     ids=["transposed", "conjugated"],
 )
-def test_what_is_not_contiguous_or_not_real_is_told_apart_too(known, other):
-    same = known.clone(memory_format=torch.preserve_format)
-    assert LayoutGuard([known]).present([same]) is not None
-    assert LayoutGuard([known]).present([other]) is None
+def test_what_is_not_contiguous_or_not_real_is_told_apart_too(one, other):
+    same = one.clone(memory_format=torch.preserve_format)
+    assert LayoutGuard([one]).present([same]) is not None
+    assert LayoutGuard([one]).present([other]) is None
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_none_fits_and_the_others_are_compared(what):
     first, *others = example()
-    known = LayoutGuard(example())
-    assert known.present([None, *others]) == bytearray((0, 1, 1))
-    assert known.present([None, None, None]) == bytearray((0, 0, 0))
-    assert known.present([first, None, others[1]]) == bytearray((1, 0, 1))
-    assert known.present([CHANGED[what], None, others[1]]) is None
-    assert known.present([None, CHANGED[what], None]) is None
-    assert known.present(example()) == bytearray((1, 1, 1))
+    guard = LayoutGuard(example())
+    assert guard.present([None, *others]) == bytearray((0, 1, 1))
+    assert guard.present([None, None, None]) == bytearray((0, 0, 0))
+    assert guard.present([first, None, others[1]]) == bytearray((1, 0, 1))
+    assert guard.present([CHANGED[what], None, others[1]]) is None
+    assert guard.present([None, CHANGED[what], None]) is None
+    assert guard.present(example()) == bytearray((1, 1, 1))
 
 
 def test_the_address_of_none_is_0():
@@ -207,14 +207,14 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
     need_object_loops()
     with monkeypatch.context() as patch:
         patch.setattr(objects, "loops", Loops())
-        known = LayoutGuard(example())
-    changed = [CHANGED[what], *example()[1:]]
-    assert known.present(changed) is None
+        guard = LayoutGuard(example())
+    others = [CHANGED[what], *example()[1:]]
+    assert guard.present(others) is None
     monkeypatch.setattr(objects, "loops", loops)
-    assert known.present(example()) is not None
-    monkeypatch.setattr(known, "_properties", ())  # Python compares nothing any more
-    assert known.present(example()) is not None
-    assert known.present(changed) is None
+    assert guard.present(example()) is not None
+    monkeypatch.setattr(guard, "_properties", ())  # Python compares nothing any more
+    assert guard.present(example()) is not None
+    assert guard.present(others) is None
 
 
 class Compiler:
@@ -237,7 +237,7 @@ class Compiler:
         return objects._library().load()
 
 
-def wanted(monkeypatch, compiler):
+def loops_from(monkeypatch, compiler):
     monkeypatch.setattr(objects, "_library", lambda: compiler)
     loops = Loops()
     assert loops.get() is None
@@ -249,7 +249,7 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
     monkeypatch,
 ):
     compiler = Compiler()
-    loops = wanted(monkeypatch, compiler)
+    loops = loops_from(monkeypatch, compiler)
     for _ in range(objects.QUESTIONS):
         assert loops.get() is None
     assert not compiler.asked
@@ -260,15 +260,15 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
 
 def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
     need_object_loops()
-    made = objects._library()
-    loops = wanted(monkeypatch, made)
-    assert isinstance(made, Library)
+    library = objects._library()
+    loops = loops_from(monkeypatch, library)
+    assert isinstance(library, Library)
     assert loops.get() is not None
 
 
 def test_if_the_loops_cannot_be_compiled_python_does_the_checks(monkeypatch):
     compiler = Compiler(there=True, fails=True)
-    loops = wanted(monkeypatch, compiler)
+    loops = loops_from(monkeypatch, compiler)
     for _ in range(3):
         assert loops.get() is None
     assert compiler.asked == ["load"]  # once

@@ -29,16 +29,16 @@ def file(tmp_path):
 @pytest.fixture
 def give_away(monkeypatch):
     """A function that makes ``os.lstat`` report another user as the owner of a path."""
-    given, lstat = set(), os.lstat
+    paths, lstat = set(), os.lstat
 
     def owned(path):
         status = lstat(path)
-        if os.fspath(path) in given:
+        if os.fspath(path) in paths:
             return SimpleNamespace(st_mode=status.st_mode, st_uid=OTHER, st_gid=OTHER)
         return status
 
     monkeypatch.setattr(os, "lstat", owned)
-    return lambda path: given.add(os.fspath(path))
+    return lambda path: paths.add(os.fspath(path))
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o775, 0o772])
@@ -121,8 +121,8 @@ def test_a_group_with_its_owner_alone_may_write(file, name, members, lists, trus
     import pwd
 
     def status(path):
-        found = status_of(path)
-        return SimpleNamespace(st_mode=found.st_mode, st_uid=found.st_uid, st_gid=OTHER)
+        result = status_of(path)
+        return SimpleNamespace(st_mode=result.st_mode, st_uid=result.st_uid, st_gid=OTHER)
 
     status_of = os.lstat
     user = SimpleNamespace(pw_name="me", pw_gid=OTHER)

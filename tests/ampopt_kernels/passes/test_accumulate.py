@@ -30,9 +30,9 @@ def summing(plan: Any, begun: list[float | None]) -> tuple[Work, list[Placed], l
     """Rows of the gradients of ``plan`` and of sums with these values."""
     rows, placed, grads = [], [], plan.build().work.grads
     for grad, number in zip(grads, begun, strict=False):
-        filled = float("nan") if number is None else number
-        held = torch.full_like(grad, filled, dtype=arithmetic(grad.dtype))
-        placed.append(Placed.of(held, 1))
+        fill = float("nan") if number is None else number
+        total = torch.full_like(grad, fill, dtype=arithmetic(grad.dtype))
+        placed.append(Placed.of(total, 1))
         rows.append(ParamRow(grad.dtype, placed[-1].tensor, flags=(number is None,)))
     return Work(CPU, rows, grads), placed, [grad.clone() for grad in grads]
 
@@ -63,12 +63,12 @@ def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, be
     external = None if reject is None else torch.tensor(reject)
     partials = ENGINES[engine]().accumulate(work, request(scale, found_inf=external))
     bad = False
-    for row, left, grad, number in zip(work.rows, work.grads, grads, begun, strict=False):
+    for row, grad_after, grad, number in zip(work.rows, work.grads, grads, begun, strict=False):
         new = old = torch.full_like(grad, number or 0.0, dtype=arithmetic(grad.dtype))
         if not reject:
             new = unscaled(grad, scale) if number is None else old + unscaled(grad, scale)
         torch.testing.assert_close(row.param, new, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(left.nan_to_num(1), grad.nan_to_num(1))
+        assert torch.equal(grad_after.nan_to_num(1), grad.nan_to_num(1))
         spoilt = old.isfinite() & ~new.isfinite()
         bad |= bool((spoilt | ~unscaled(grad, scale).isfinite()).any())
     flags = partials.flags_on(CPU)

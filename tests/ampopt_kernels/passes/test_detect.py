@@ -40,7 +40,7 @@ def overflows(built, scale):
     return not all(gradient.isfinite().all() for gradient in unscaled(built, scale))
 
 
-def found(partials):
+def has_overflow(partials):
     return bool((partials.flags_on(torch.device("cpu")) > 0).any())
 
 
@@ -54,7 +54,7 @@ def test_flags_exactly_the_non_finite(engine, plan, scale):
     assert flags.dtype == torch.float32
     assert set(flags.tolist()) <= {0.0, 1.0}
     assert partials.squares is None
-    assert found(partials) == overflows(built, scale)
+    assert has_overflow(partials) == overflows(built, scale)
     assert built.fingerprints() == before
     built.assert_guards()
 
@@ -71,7 +71,7 @@ def test_one_bad_element_anywhere_is_found(engine, n, dtype):
                 RowPlan((n,), dtype, shift, (1.0,), spots) for shift in ((0, 1) if n < 9 else (0,))
             ]
             partials = ENGINES[engine]().detect(WorkPlan(tuple(rows)).build().work, request(None))
-            assert found(partials) == bool(spots), (place, bad)
+            assert has_overflow(partials) == bool(spots), (place, bad)
 
 
 @each_engine
@@ -82,7 +82,7 @@ def test_gradients_are_tested_after_unscaling(engine, n, place, sign):
     for dtype, expected in ((torch.float32, True), (torch.float64, False)):
         plan = WorkPlan((RowPlan((n,), dtype, 0, (1.0,), ((place, sign * 1e37),)),))
         partials = ENGINES[engine]().detect(plan.build().work, request(2.0**-10))
-        assert found(partials) == expected, dtype
+        assert has_overflow(partials) == expected, dtype
 
 
 @each_engine
@@ -94,13 +94,13 @@ def test_write_stores_the_unscaled_gradients(engine, plan, scale):
     wide = unscaled(built, scale)
     expected = [w.to(row.grad_dtype) for w, row in zip(wide, built.rows, strict=True)]
     partials = ENGINES[engine]().detect(built.work, request(scale, write=True))
-    for grad, wanted, whole in zip(built.grads, expected, exact, strict=True):
+    for grad, value, whole in zip(built.grads, expected, exact, strict=True):
         if whole:
-            assert fingerprint(grad) == fingerprint(wanted)
-        elif wanted.isfinite().all():
-            eps, tiny = torch.finfo(wanted.dtype).eps, torch.finfo(wanted.dtype).tiny
-            torch.testing.assert_close(grad, wanted, rtol=eps, atol=2 * tiny)
-    assert found(partials) == overflows(plan.build(), scale)
+            assert fingerprint(grad) == fingerprint(value)
+        elif value.isfinite().all():
+            eps, tiny = torch.finfo(value.dtype).eps, torch.finfo(value.dtype).tiny
+            torch.testing.assert_close(grad, value, rtol=eps, atol=2 * tiny)
+    assert has_overflow(partials) == overflows(plan.build(), scale)
     built.assert_guards()
 
 
@@ -130,14 +130,14 @@ def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan,
     counted = [data.draw(st.booleans()) for _ in built.rows]
     for row, counts in zip(built.rows, counted, strict=True):
         row.in_norm = counts
-    for held in (counting.rows, counting.grads):
-        held[:] = [x for x, counts in zip(held, counted, strict=True) if counts]
+    for entries in (counting.rows, counting.grads):
+        entries[:] = [x for x, counts in zip(entries, counted, strict=True) if counts]
     norm = request(4.0, write=write, max_norm=1.0)
     found_all, found_counted = (ENGINES[engine]().detect(b.work, norm) for b in (built, counting))
     assert found_all.squares is not None and found_counted.squares is not None
     totals = [float(squares.sum()) for squares in (found_all.squares, found_counted.squares)]
     assert totals[0] == pytest.approx(totals[1], rel=1e-12, nan_ok=True)
-    assert found(found_all) == overflows(plan.build(), 4.0)
+    assert has_overflow(found_all) == overflows(plan.build(), 4.0)
 
 
 @each_engine
@@ -146,6 +146,6 @@ def test_nothing_to_read(engine):
         partials = ENGINES[engine]().detect(
             WorkPlan(rows).build().work, request(2.0, check=False, max_norm=1.0)
         )
-        assert not found(partials)
+        assert not has_overflow(partials)
         assert partials.squares is not None
         assert float(partials.squares.sum()) == 0.0

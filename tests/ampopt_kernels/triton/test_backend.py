@@ -180,18 +180,18 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
         monkeypatch.setattr(objects, "loops", unavailable_loops())
     work = WorkPlan((row(),) * 5, rules.sgd, (HYPER,)).build().work
     launched(work, Request(max_norm=1.0, scale=torch.ones(())))
-    asked, data_ptr = [], torch.Tensor.data_ptr
+    tensors, data_ptr = [], torch.Tensor.data_ptr
     grads = [grad.clone() for grad in work.grads]
     work.refresh(grads, work.hyper)
 
     def asked_for(tensor):
-        asked.append(tensor)
+        tensors.append(tensor)
         return data_ptr(tensor)
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", asked_for)
     monkeypatch.setattr(torch, "tensor", None)  # to be called by nobody
     table = launched(work, Request(max_norm=1.0, scale=torch.ones(())))[-1][2]["table"]
-    assert len(asked) == (0 if in_cpp else len(grads))
+    assert len(tensors) == (0 if in_cpp else len(grads))
     assert table.view(5, -1)[:, 0].tolist() == list(map(data_ptr, grads))
 
 
@@ -202,17 +202,17 @@ def test_a_steady_step_runs_no_operation_besides_its_launches():
     policy = PolicyConstants(*[1.0] * len(PolicyConstants._fields))
     request = Request(scale=scale, policy=policy, counters=counters)
     launched(work, request)
-    made = []
+    operations = []
 
     class Made(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func.overloadpacket.__name__)
+            operations.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
     with Made():
         launched(work, request)
     # Flags of detect; flag, factors, scale, counters and numbers for update.
-    assert sorted(made) == ["empty"] * 5 + ["empty_like", "view"]
+    assert sorted(operations) == ["empty"] * 5 + ["empty_like", "view"]
 
 
 def test_masters_are_read_as_many_elements_at_a_time():
@@ -220,15 +220,15 @@ def test_masters_are_read_as_many_elements_at_a_time():
     half = row(dtype=torch.float16, master=True)
     arguments = launched(WorkPlan((half,), rules.sgd, (HYPER,)).build().work)[-1][2]
     assert arguments["ALIGNS"] == (8, 16, 8)
-    assert arguments["COPIED"]
+    assert arguments["HAS_COPY"]
 
 
 def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
     """A step that launches kernels reads hundreds of addresses at a time."""
-    wanted = []
-    monkeypatch.setattr(objects.loops, "want", lambda: wanted.append(True))
+    calls = []
+    monkeypatch.setattr(objects.loops, "want", lambda: calls.append(True))
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     launched(WorkPlan((row(),), rules.sgd, (HYPER,)).build().work)
-    assert not wanted
+    assert not calls
     Triton()
-    assert wanted
+    assert calls

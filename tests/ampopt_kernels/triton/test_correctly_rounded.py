@@ -39,8 +39,8 @@ def test_built_in_rules_compile_to_no_approximate_operation_in_float32(name):
     rule = getattr(rules, name)
     for on in (False, True):
         flags = (on,) * len(rule.flags)
-        found = set().union(*operations(rule, flags, count_hyper(rule, flags)).values())
-        approximate = {operation for operation, dtype in found if dtype == "f32"}
+        pairs = set().union(*operations(rule, flags, count_hyper(rule, flags)).values())
+        approximate = {operation for operation, dtype in pairs if dtype == "f32"}
         assert approximate <= {"tt.precise_divf", "tt.precise_sqrt"}, flags
 
 
@@ -64,9 +64,9 @@ def _scalars(s, h):
 
 def test_authors_divisions_and_roots_are_correctly_rounded_in_float32():
     rule = Rule(update=_rounds_everywhere, scalars=_scalars, hyper=("lr",))
-    found = operations(rule, (), 1)
-    assert found["_update_kernel"] == {("tt.precise_divf", "f32"), ("tt.precise_sqrt", "f32")}
-    assert found["_scalars_kernel"] == {("arith.divf", "f64"), ("math.sqrt", "f64")}
+    by_kernel = operations(rule, (), 1)
+    assert by_kernel["_update_kernel"] == {("tt.precise_divf", "f32"), ("tt.precise_sqrt", "f32")}
+    assert by_kernel["_scalars_kernel"] == {("arith.divf", "f64"), ("math.sqrt", "f64")}
 
 
 def test_a_function_of_another_module_that_is_called_sqrt_stays():
@@ -74,8 +74,8 @@ def test_a_function_of_another_module_that_is_called_sqrt_stays():
     def update(p, g, state, h, flags):
         return p - h[0] * sqrt_rn(g), state
 
-    found = operations(Rule(update=update, hyper=("lr",)), (), 1)
-    assert found["_update_kernel"] == {("tt.precise_sqrt", "f32")}
+    by_kernel = operations(Rule(update=update, hyper=("lr",)), (), 1)
+    assert by_kernel["_update_kernel"] == {("tt.precise_sqrt", "f32")}
 
 
 def test_compiled_code_is_kept_apart_from_that_of_an_older_version():

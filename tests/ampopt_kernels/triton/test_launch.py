@@ -16,14 +16,14 @@ PASSES = ["detect_kernel", "control_kernel", "update_kernel"]
 
 
 @pytest.fixture(scope="module")
-def stepped(with_torch):
+def recorded_steps(with_torch):
     """The arguments of the launches in three steps, and what a profiler's hook recorded."""
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment = {**kept, "PYTHONPATH": python_path()}
-    done = with_torch.run("-m", "support.recorded_launches", environment=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    return found["launches"], found["hooked"]
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {**variables, "PYTHONPATH": python_path()}
+    process = with_torch.run("-m", "support.recorded_launches", environment=environment)
+    assert process.returncode == 0, process.stdout + process.stderr
+    records = json.loads(process.stdout)
+    return records["launches"], records["hooked"]
 
 
 def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
@@ -50,16 +50,16 @@ def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
     assert launched == ["compiled", "launched"]
 
 
-def test_every_launch_is_given_what_was_asked(stepped):
-    launches, _ = stepped
+def test_every_launch_is_given_what_was_asked(recorded_steps):
+    launches, _ = recorded_steps
     assert [launch["kernel"] for launch in launches] == PASSES * 3
     assert [launch["grid"] for launch in launches[:6]] == [[n, 1, 1] for n in (2, 1, 2, 1, 1, 1)]
     assert all(launch["as_asked"] and launch["stream"] == 7 for launch in launches)
 
 
-def test_what_was_compiled_is_launched_by_addresses(stepped):
+def test_what_was_compiled_is_launched_by_addresses(recorded_steps):
     """The second step has other sizes. The third has a scale of another dtype, and compiles."""
-    launches, _ = stepped
+    launches, _ = recorded_steps
     assert [launch["by_address"] for launch in launches] == [False] * 3 + [True] * 3 + [
         False,
         False,
@@ -67,6 +67,6 @@ def test_what_was_compiled_is_launched_by_addresses(stepped):
     ]
 
 
-def test_profilers_see_every_launch(stepped):
-    _, hooked = stepped
+def test_profilers_see_every_launch(recorded_steps):
+    _, hooked = recorded_steps
     assert hooked == PASSES * 3

@@ -38,8 +38,8 @@ def matrix(shape, dtype, shift):
 )
 @example(shapes=[(1, 300, 16), (1, 16, 300), (1, 300, 16)], dtype=torch.float32, shift=0)
 def test_every_line_is_summed_up(shapes, dtype, shift):
-    made = [matrix(shape, dtype, shift) for shape in shapes]
-    rows, grads = [row for row, _ in made], [grad for _, grad in made]
+    pairs = [matrix(shape, dtype, shift) for shape in shapes]
+    rows, grads = [row for row, _ in pairs], [grad for _, grad in pairs]
     hyper = [[0.5] * 6]
     work = Work(CPU, rows, grads, rules.adafactor, hyper)
     factors = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
@@ -50,14 +50,14 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
         launch(CPU, line_kernel, programs, arguments)
     for stack in lines.stacks:
         for number, (index, own) in enumerate(zip(stack.rows, stack.members, strict=True)):
-            given = (0.5, 1.0, *[1.0] * h.shape[1])
+            coefficients = (0.5, 1.0, *[1.0] * h.shape[1])
             param = rows[index].param
             assert param is not None
-            read = (grads[index], param)
-            expected = sums_of(rules.adafactor, own, MATRIX, read, given)
-            for (start, parts, n), wanted in zip(stack.sums, expected, strict=True):
-                found = sums[start:].narrow(0, number * parts * n, parts * n).view(parts, n)
-                assert torch.equal(found.sum(0), wanted.flatten())
+            inputs = (grads[index], param)
+            expected = sums_of(rules.adafactor, own, MATRIX, inputs, coefficients)
+            for (start, parts, n), line_sums in zip(stack.sums, expected, strict=True):
+                terms = sums[start:].narrow(0, number * parts * n, parts * n).view(parts, n)
+                assert torch.equal(terms.sum(0), line_sums.flatten())
 
 
 def adafactor(shapes):
@@ -91,17 +91,17 @@ def test_each_stack_gets_the_numbers_of_its_own_rows():
     """A vector, or a matrix of another shape, lies between the matrices of a stack."""
     torch.manual_seed(0)
     shapes = [(4, 6), (5,), (3, 2), (4, 6), (3, 2)]
-    given = [torch.randn(shape) for shape in shapes]
+    values = [torch.randn(shape) for shape in shapes]
     results = []
     for backend in ("triton", "eager"):
         ampopt.set_backend(backend)
-        params = [torch.nn.Parameter(x.clone()) for x in given]
+        params = [torch.nn.Parameter(x.clone()) for x in values]
         groups = [{"params": params[:3], "lr": 0.1}, {"params": params[3:], "lr": 0.01}]
         optimizer = ampopt.Adafactor(groups)
         for step in range(3):
             for place, param in enumerate(params):
                 # One that joins late has another step count, and so another weight of averages.
-                param.grad = None if place == 3 and step < 2 else given[place] * (step + 1)
+                param.grad = None if place == 3 and step < 2 else values[place] * (step + 1)
             optimizer.unscale_and_step(grads_scaled_by=1.0)
         results.append([p.detach() for p in params])
     for found, expected in zip(*results, strict=True):
@@ -109,15 +109,15 @@ def test_each_stack_gets_the_numbers_of_its_own_rows():
 
 
 def test_lines_are_compiled_before_anything_is_launched(monkeypatch):
-    seen = []
+    launches = []
 
     def compiled(device, kernel, programs, arguments):
-        seen.append((kernel.fn.__name__, programs))
+        launches.append((kernel.fn.__name__, programs))
 
     monkeypatch.setattr(triton_backend, "launch", compiled)
     row, grad = matrix((1, 4, 4), torch.float32, 0)
     Triton().prepare(Work(CPU, [row], [grad], rules.adafactor, [[0.5] * 6]), decides=True)
-    assert [entry for entry in seen if entry[0] == "line_kernel"] == [("line_kernel", 0)] * 2
+    assert [entry for entry in launches if entry[0] == "line_kernel"] == [("line_kernel", 0)] * 2
 
 
 @pytest.fixture(autouse=True)
