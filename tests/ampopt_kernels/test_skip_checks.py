@@ -62,8 +62,8 @@ def expected(checks, norm, overflow, reads_statistics):
 def test_finds_the_first_cause_and_updates_the_statistics(
     engine, checks, roots, flags, reads_statistics
 ):
-    squares = torch.tensor([root * root for root in roots], dtype=torch.float64)
-    of_parts = torch.zeros(max(len(roots), 1))
+    squares = torch.tensor([root * root for root in roots] or [0.0], dtype=torch.float64)
+    of_parts = torch.zeros(len(squares))
     of_parts[-1] = flags == "one"
     external = None if flags == "none" else torch.full((1,), float(flags == "external"))
     norms = [bool(settings.of_norm) for settings, *_ in checks]
