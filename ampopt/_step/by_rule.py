@@ -194,9 +194,8 @@ class RuleRunner(RefersToOptimizer):
 
     def _step_as_torch(self, request: Request) -> Decision | None:
         """Run torch's own step, or skip it as ``optimizer.skip_by`` says."""
-        optimizer = self.optimizer
+        optimizer, rule = self.optimizer, self.rule
         if self._torch_needs_state:
-            rule = self.rule
             for index, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
                     group = optimizer.param_groups[index]
@@ -211,6 +210,11 @@ class RuleRunner(RefersToOptimizer):
         else:
             call = functools.partial(step, optimizer)
             self.skip_policy.step(optimizer, call, decision)
+        if self._complete_state is not None:  # as loading a checkpoint does
+            for index, param in gradients.present(optimizer.param_groups):
+                group = optimizer.param_groups[index]
+                if rule.scalar_state_for(rule.flag_values(group, kind_of(group, param))):
+                    self._complete_state(optimizer.state.get(param, {}))
         return decision
 
 

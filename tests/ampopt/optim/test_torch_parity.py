@@ -353,6 +353,17 @@ def test_sparse_gradients_give_the_results_of_torch(name, backend):
         assert max(apart.of_optimizers(ours, torchs).values()) <= ULPS
 
 
+def test_a_checkpoint_of_torchs_own_step_adds_no_state(backend):
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer, loaded = (ampopt.SGD(params, momentum=0.5, dampening=0.5) for _ in range(2))
+    for bad in (True, False, True):
+        grads = [torch.full((2,), torch.inf if bad else 1.0) for _ in params]
+        params[0].grad, params[1].grad = grads[0].to_sparse(), grads[1]
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert state_of(loaded) == state_of(optimizer)
+
+
 def test_the_step_count_of_sparse_adam_is_saved_as_torch_saves_it(backend):
     options = named("SparseAdam")
     ours, torchs = options.ours(initial(options)), options.torchs(initial(options))
