@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.drawn_steps import everything, stepped
 from support.optimizers import BEYOND_TORCH, BY_RULE
 
 import ampopt
@@ -35,26 +36,6 @@ def params_of(shapes=SHAPES, *, seed=0, dtype=torch.bfloat16):
 
 def made(params, cls: Any = ampopt.AdamW, **options: Any) -> Any:
     return cls(params, **{"master_weights": True, "master_bits": 24, **options})
-
-
-def stepped(optimizer, steps, *, seed=1):
-    """Take ``steps`` steps of ``optimizer`` with drawn gradients, and return it."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = (torch.randn(p.shape, generator=generator) * 1e-2).to(p.dtype)
-        optimizer.step()
-    return optimizer
-
-
-def everything(optimizer):
-    """The bits of all parameters and states."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = optimizer.state_dict()["state"]
-    return [bits(p) for p in params], {
-        (key, name): bits(value) for key, state in states.items() for name, value in state.items()
-    }
 
 
 def masters_of(optimizer):
