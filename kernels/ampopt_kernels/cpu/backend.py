@@ -147,9 +147,8 @@ class CpuBackend(Backend):
         assert rule is not None
         sums: LineSums = {}
         for block, bundle in () if skip > 0 else work.backend_rows.bundles:
-            if (
-                bundle.row_column_states and bundle.row_column_states[0].shard is not None
-            ):  # never bundled
+            states = bundle.row_column_states
+            if states and states[0].shard is not None:  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
                 numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
@@ -174,19 +173,19 @@ class CpuBackend(Backend):
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
-                last, coefficients = block, (inverse, clip)
-                numbers = block.before_reduce(rule, work.hyper, coefficients, work.present)
+                last = block
+                numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
             bundle.load()
             tensors = (grad, bundle.param, *bundle.inputs)
             slices = bundle.slices(numbers)
+            parts = list(slices.each())
             if bundle.row_column_states:
                 of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
                     of_lines = bundle.functions["averages"](slices, tensors)
-                states = [bundle.row_column_states[i] for i in slices.present]
-                h = [part.h for part in slices.each()]
-                advance(rule, states, bundle.flags, of_lines, h)
-            order += [bundle.among[i] for i in slices.present]
+                states = [bundle.row_column_states[part.row] for part in parts]
+                advance(rule, states, bundle.flags, of_lines, [part.h for part in parts])
+            order += [bundle.among[part.row] for part in parts]
             row_sums.append(bundle.functions["reduce"](slices, tensors))
         if row_sums:
             sums[order] = torch.cat(row_sums)  # one indexing takes as long as that of one bundle

@@ -313,10 +313,8 @@ class Bundle:
         states = [as_one(column) for column in zip(*(row.state for row in rows), strict=True)]
         rest = [state for state, _ in states]
         low_copies = [row.copy for row in rows if row.copy is not None]
-        params, row_column_states = (
-            _params(rows),
-            _end_to_end([r.row_column_states for r in rows if r.row_column_states]),
-        )
+        params = _params(rows)
+        row_column_states = _end_to_end([r.row_column_states for r in rows if r.row_column_states])
         if len(rows) == 1:
             rest += [flat(c) for c in (*low_copies, rows[0].low) if c is not None]
             rest += [s for s in rows[0].scales if s is not None]
