@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt._step.sharding.meshes import ranks_of
 from ampopt._step.sharding.shards import Run, boxes, runs_at
 
 __all__ = ["WholeMatrices"]
@@ -72,7 +73,7 @@ class WholeMatrices:
             load = loads.setdefault(mesh, [0] * mesh.size())
             owner = load.index(min(load))
             load[owner] += max(costs[matrix], 1)
-            ranks = mesh.mesh.flatten().tolist()
+            ranks = ranks_of(mesh)
             coordinates = list(product(*map(range, mesh.shape)))
             copied_dims = [
                 dim for dim, placement in enumerate(placements) if placement.is_replicate()
