@@ -398,11 +398,8 @@ class TensorGuard:
         ):
             return None
         grads: list[Any] = list(map(_grad_of, self._stepped_params))
-        if self._dtensors and dtensor.placements(grads) != self._placements:
-            for param in self._stepped_params:
-                dtensor.redistribute_gradient(param)
-            grads = list(map(_grad_of, self._stepped_params))
-            self._placements = dtensor.placements(grads)
+        if self._dtensors:
+            self._redistribute(grads)
         if self._masters.grads_at_unscale:
             for place, _ in self._indexed_masters:
                 if grads[place] is not None:
@@ -411,6 +408,21 @@ class TensorGuard:
             grads = dtensor.local_of_each(grads)
         present = self._grad_layouts.present(grads)
         return None if present is None else (grads, present)
+
+    def _redistribute(self, grads: list[Any]) -> None:
+        """Redistribute each of ``grads`` that has other placements than its parameter.
+
+        A gradient that is placed as the last one of its parameter needs no test.
+        """
+        specs = dtensor.placements(grads)
+        if specs == self._placements:
+            return
+        for place, (spec, known) in enumerate(zip(specs, self._placements, strict=True)):
+            if spec is not None and spec is not known and spec != known:
+                param = self._stepped_params[place]
+                dtensor.redistribute_gradient(param)
+                grads[place] = param.grad
+                self._placements[place] = dtensor.placements([param.grad])[0]
 
     # --- what the next plan may use ---------------------------------------------------------------
 

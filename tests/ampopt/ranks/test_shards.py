@@ -5,6 +5,7 @@ powers of two, so that clipping by a norm, summed in whatever order, is exact to
 """
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.dtensor import placed_as
 from ampopt.testing.bits import bits
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -241,27 +243,37 @@ def test_a_step_makes_one_all_reduce(four_ranks, layout):
     assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
 
 
-def changing(layout: str) -> tuple[list[int], dict[str, int]]:
-    """Collectives of steps in which other parameters have gradients, and reasons for new plans."""
+def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
+    """Steps in which other parameters have gradients.
+
+    Returns:
+        The collectives of each step; how many gradients had their placements compared with those of
+        their parameters in steps that made no plan; and the reasons for plans.
+    """
     from torch.distributed.tensor.debug import CommDebugMode
 
     spread, counts = list(zip(SHAPES[layout], meshes(layout), strict=True)), []
     params: Any = [Parameter(placed(torch.ones(shape), *place)) for shape, place in spread]
-    optimizer = ampopt.AdamW(params)
+    optimizer, compared = ampopt.AdamW(params), 0
     for absent in ({1}, set(), {0}, {1}, {0, 2, 3, 4}, set()):
         for i, (p, (shape, place)) in enumerate(zip(params, spread, strict=True)):
             p.grad = None if i in absent else placed(torch.ones(shape), *place)
-        with CommDebugMode() as mode:
+        plan = optimizer._ampopt.runner.plan
+        with (
+            CommDebugMode() as mode,
+            mock.patch.object(dtensor, "placed_as", wraps=placed_as) as spy,
+        ):
             optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
         counts.append(mode.get_total_counts())
-    return counts, dict(optimizer._ampopt.runner.reasons)
+        compared += spy.call_count * (plan is optimizer._ampopt.runner.plan)
+    return counts, compared, dict(optimizer._ampopt.runner.reasons)
 
 
 @pytest.mark.parametrize("layout", SHAPES)
 def test_sets_of_gradients_that_change_cost_neither_plans_nor_collectives(four_ranks, layout):
     appeared = "group 0, parameter 1 has a gradient for the first time"
-    for counts, reasons in four_ranks.run(changing, layout):
-        assert counts == [1] * 6
+    for counts, compared, reasons in four_ranks.run(changing, layout):
+        assert (counts, compared) == ([1] * 6, 0)
         assert reasons == {"the first step": 1, appeared: 1}
 
 

@@ -56,7 +56,10 @@ def test_ordinary_tensors_make_no_all_reduce():
 
 
 def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
-    """Parameters after a step with ``Partial`` gradients, and with their sums."""
+    """Parameters after steps with ``Partial`` gradients, and with their sums.
+
+    There are two parameters, each with an optimizer and with gradients in three of the four steps.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -67,14 +70,18 @@ def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
         params: list[Any] = [
             Parameter(distribute_tensor(torch.ones(4), mesh, p)) for p in placements
         ]
-        for p in params:
-            part = DTensor.from_local(grad * (0.25 if rank else 0.75), mesh, [Partial()])
-            p.grad = part if summed else distribute_tensor(grad, mesh, p.placements)
-        optimizer = getattr(ampopt, name)(params, lr=0.5)
-        if scaled:
-            optimizer.unscale_and_step(grads_scaled_by=4.0)
-        else:
-            optimizer.step()
+        optimizers = [getattr(ampopt, name)([p], lr=0.5) for p in params]
+        for absent in (None, 0, 1, None):
+            for i, p in enumerate(params):
+                part = DTensor.from_local(grad * (0.25 if rank else 0.75), mesh, [Partial()])
+                p.grad = part if summed else distribute_tensor(grad, mesh, p.placements)
+                if i == absent:
+                    p.grad = None
+            for optimizer in optimizers:
+                if scaled:
+                    optimizer.unscale_and_step(grads_scaled_by=4.0)
+                else:
+                    optimizer.step()
         results.append([p.detach().full_tensor() for p in params])
     return results
 
@@ -83,8 +90,10 @@ def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_gradient_that_is_yet_to_be_summed_is_summed_first(two_ranks, name, scaled):
     alone = Parameter(torch.ones(4))
-    alone.grad = torch.tensor([1.0, -2.0, 4.0, 0.5])
-    getattr(torch.optim, name)([alone], lr=0.5).step()
+    optimizer = getattr(torch.optim, name)([alone], lr=0.5)
+    for _ in range(3):
+        alone.grad = torch.tensor([1.0, -2.0, 4.0, 0.5])
+        optimizer.step()
     for summed, whole in two_ranks.run(stepped_with_sums, name, scaled):
         for a, b in zip(summed, whole, strict=True):
             assert torch.equal(a, b)
