@@ -105,10 +105,14 @@ class TorchCopies(Copies):
         """The part of the scratch of each parameter, in its shape."""
         return _shaped(self.scratch, self.params)
 
-    def gather(self, grads: list[Any], scratch: Tensor) -> None:
-        """See :meth:`Copies.gather`."""
+    def choose(self, grads: list[Any]) -> None:
+        """Have :meth:`store` copy the parameters whose entry in ``grads`` is not ``None``."""
         present = [grad is not None for grad in grads]
         self._present = None if all(present) else present
+
+    def gather(self, grads: list[Any], scratch: Tensor) -> None:
+        """See :meth:`Copies.gather`."""
+        self.choose(grads)
         if self._one_dimensional and self._present is None:
             torch.cat(grads, out=scratch)  # takes less than half as long as the copies below
             return
@@ -281,7 +285,7 @@ class Bundle:
     rest: list[Tensor]
     grad: Tensor | None = None
     copies: Copies | None = None
-    low_copies: Copies | None = None
+    low_copies: TorchCopies | None = None
     scattered: Sequence[Copies] = ()
     row_column_states: list[RowColumnStates] = field(default_factory=list)
     gathered_at: int | None = None
@@ -385,6 +389,8 @@ class Bundle:
             return None
         if self.gathered_at != work.grads_version:
             self.copies.gather(grads, self.grad)
+            if self.low_copies is not None:
+                self.low_copies.choose(grads)
             self.gathered_at = work.grads_version
         return self.grad
 

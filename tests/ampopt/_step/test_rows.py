@@ -24,6 +24,7 @@ MIXED = (FLOAT32, torch.float16, BFLOAT16)
 KINDS: dict[str, tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "AdamW": (ampopt.AdamW, (FLOAT32, torch.float64), {}),
     "masters": (ampopt.AdamW, MIXED, {"master_weights": True}),
+    "masters in bundles": (ampopt.AdamW, (torch.float16,), {"master_weights": True}),
     "rounded stochastically": (ampopt.SGD, (BFLOAT16,), {"param_rounding": "stochastic"}),
     "half precision": (ampopt.Lion, (FLOAT32, BFLOAT16), {}),
     "several scalar states": (ampopt.NAdam, (FLOAT32,), {}),
