@@ -39,8 +39,8 @@ FIRST = "the first step"
 """The reason of the first plan; an ordinary loop makes no other."""
 
 _FIRST = (
-    "the first step of an optimizer, or one with other parameters, options or layouts than the "
-    "step before: each replay would make its states again"
+    "the first step of an optimizer, the first with a gradient of some parameter, or one with "
+    "other options or layouts than the step before: each replay would make states again"
 )
 
 

@@ -64,9 +64,10 @@ def refuse_while_captured(device: torch.device, what: str) -> None:
     """
     if captures(device):
         raise RuntimeError(
-            f"a CUDA graph cannot capture {what}. Take the same step once before the capture, keep "
-            "the gradients where they are (zero_grad(set_to_none=False)), and change nothing in "
-            "between; ampopt.TrainStep(cuda_graph=True) does all that"
+            f"a CUDA graph cannot capture {what}. Take the same step once before the capture, with "
+            "gradients of the same parameters, keep the gradients where they are "
+            "(zero_grad(set_to_none=False)), and change nothing in between; "
+            "ampopt.TrainStep(cuda_graph=True) does all that"
         )
 
 

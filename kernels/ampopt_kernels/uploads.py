@@ -83,8 +83,8 @@ class Uploads:
 
 
 _OTHERS = (
-    "this step: the addresses, settings or loss scale that it works on are not those of the step "
-    "before, and would have to be sent"
+    "this step: it has gradients of other parameters or in other memory, other settings, or "
+    "another loss scale than the step before, and the host would have to send them"
 )
 _TYPECODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 

@@ -91,6 +91,42 @@ def test_a_graph_is_replayed_after_steps_that_were_not_captured(cls, between):
     assert graphs.replays == 3
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.NovoGrad])
+def test_graphs_of_steps_with_different_sets_of_gradients_take_turns(cls):
+    graphs, plain, captured = FakeGraphs(), Training(cls), Training(cls)
+    sets = [captured.grads, [captured.grads[0], None], [None, captured.grads[1]]]
+    plain.step()
+    captured.step()
+    replays = []
+    for grads in sets:
+        for training in (plain, captured):
+            training.place(grads)
+            training.step()
+        with graphs.capture() as replay:
+            captured.step()
+        replays.append(replay)
+    for turn in (0, 1, 0, 2, 2, 1, 0):
+        plain.place(sets[turn])
+        plain.step()
+        replays[turn]()
+    assert captured.now == plain.now
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_capture_with_gradients_of_other_parameters_than_the_step_before_is_refused(before):
+    training = Training(ampopt.AdamW)
+    sets = [training.grads, [training.grads[0], None]]
+    for grads in (sets[0], sets[before]):
+        training.place(grads)
+        training.step()
+    before_capture = training.now
+    training.place(sets[1 - before])
+    with pytest.raises(RuntimeError, match="gradients of other parameters.*of the same parameters"):
+        with FakeGraphs().capture():
+            training.step()
+    assert training.now == before_capture
+
+
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_first_step_is_refused_inside_a_capture_and_leaves_nothing(masters):
     params = [Parameter(torch.ones(3, dtype=torch.bfloat16))]
