@@ -77,6 +77,8 @@ class Checks(RefersToOptimizer):
                     how = " with param_rounding='stochastic'"
                 elif state_bits(group) != 32:
                     how = f" with state_bits={state_bits(group)}"
+                elif group.get("weight_decay"):  # torch raises when it has stepped others
+                    how = f" with weight_decay={float(group['weight_decay'])}"
                 if optimizer.sparse_gradients and not how:
                     return True
                 how *= optimizer.sparse_gradients

@@ -305,6 +305,18 @@ def test_sparse_gradients_where_torch_takes_none(cls, how):
 
 
 @both_backends
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adagrad])
+def test_sparse_gradients_with_weight_decay_are_refused_before_any_parameter_is_stepped(cls):
+    dense, table = Parameter(torch.ones(3)), Parameter(torch.ones(2, 1))
+    optimizer = cls([{"params": [dense]}, {"params": [table], "weight_decay": 0.5}])
+    dense.grad, table.grad = torch.ones(3), torch.ones(2, 1).to_sparse()
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"with weight_decay=0\.5 does not support sparse grad"):
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert everything(optimizer) == before
+
+
+@both_backends
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 def test_float16_gradients_cannot_be_unscaled_in_place(cls):
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(3, dtype=torch.float16))]
