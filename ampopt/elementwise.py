@@ -149,7 +149,8 @@ class ElementwiseOptimizer(Optimizer):
 
     **Layouts.** Parameters, gradients and states may have different memory layouts; where they
     differ, a step makes copies. Parameters may share storage. If two of them overlap, it is
-    undefined which update the shared elements get.
+    undefined which update the shared elements get. A parameter that is in a param group twice, of
+    which torch warns, is stepped once; torch steps it twice.
 
     **Ranks.** Of a ``DTensor``, each rank steps its shard, to the same bits as one process would
     step the whole. Overflow and norm are all-reduced over all ranks of the meshes, in each control

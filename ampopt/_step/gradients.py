@@ -98,34 +98,38 @@ class ParamWithGrad(NamedTuple):
 def params_with_ids(
     param_groups: Iterable[dict[str, Any]], ids: Container[int]
 ) -> list[ParamWithGrad]:
-    """The parameters with these ``ids``, in the order of the param groups, whatever gradients."""
-    return [
-        ParamWithGrad(
-            index, param, Owner(_name(group.get("param_names"), index, position), id(param))
-        )
-        for index, group in enumerate(param_groups)
-        for position, param in enumerate(group["params"])
-        if id(param) in ids
-    ]
+    """The parameters with these ``ids``, in the order of the param groups, whatever gradients.
+
+    One that is in a group twice is returned once, as by :func:`params_with_grads`.
+    """
+    with_ids: dict[int, ParamWithGrad] = {}
+    for index, group in enumerate(param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) in ids and id(param) not in with_ids:
+                owner = Owner(_name(group.get("param_names"), index, position), id(param))
+                with_ids[id(param)] = ParamWithGrad(index, param, owner)
+    return list(with_ids.values())
 
 
 def params_with_grads(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
     """Every parameter that has a gradient, with its name, in the order of :func:`present`.
+
+    One that is in a group twice, which torch allows with a warning, is returned once.
 
     Raises:
         RuntimeError: a gradient is on another device than its parameter.
         ValueError: a gradient has another shape than its parameter.
         TypeError: a gradient or parameter has a dtype or layout that kernels do not support.
     """
-    with_grads = []
+    with_grads: dict[int, ParamWithGrad] = {}
     for index, group in enumerate(param_groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
-            if param.grad is not None:
+            if param.grad is not None and id(param) not in with_grads:
                 owner = Owner(_name(names, index, position), id(param))
                 _check(param, param.grad, owner.name)
-                with_grads.append(ParamWithGrad(index, param, owner))
-    return with_grads
+                with_grads[id(param)] = ParamWithGrad(index, param, owner)
+    return list(with_grads.values())
 
 
 def _name(names: Any, group: int, position: int) -> str:

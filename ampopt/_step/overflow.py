@@ -124,13 +124,16 @@ def check_and_unscale_params(
     """
     if not with_grads:
         return decided_elsewhere(request, agreement, decision_device, call=call)
-    rows, grads, copies = [], [], []
+    rows, grads, copies, starts = [], [], [], set()
     for group, tensor, owner in with_grads:
         values = gradients.values_of(tensor)
-        if write and overlaps_itself(values):
-            # Elements of an expand()ed gradient share memory, so it cannot be written in place.
+        start = values.data_ptr() if write else 0
+        if write and (overlaps_itself(values) or (start and start in starts)):
+            # Elements of an expand()ed gradient share memory, so it cannot be written in place. A
+            # gradient that two parameters have would be divided twice.
             tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
             values = gradients.values_of(tensor)
+        starts.add(start)
         grad = dense_like(values, values)
         if write and grad is not values:
             copies.append((values, grad))

@@ -8,6 +8,7 @@ step without it, the row is masked.
 """
 
 import operator
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, compress
 from typing import Any
@@ -207,7 +208,7 @@ class Plan:
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
-        if request.write and not self._writes_gradients:
+        if request.write and not (self._writes_gradients and self._gradients_differ()):
             extended_request = replace(extended_request, write=False)
         decision = decide(self._works_now, extended_request)
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
@@ -219,6 +220,14 @@ class Plan:
                 with_grads, unscale, None, None, write=True, uploads=self._uploads
             )
         return decision
+
+    def _gradients_differ(self) -> bool:
+        """Whether no gradient of this step is that of two parameters, and would be divided twice.
+
+        Only where gradients start is compared.
+        """
+        starts = chain.from_iterable(addresses(work.present_grads) for work in self._works_now)
+        return not any(n > 1 for start, n in Counter(starts).items() if start)
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""

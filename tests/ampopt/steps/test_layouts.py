@@ -173,6 +173,52 @@ def test_an_expanded_parameter_is_refused(backend):
     assert param.tolist() == [1.0] * 3
 
 
+def unscaled_first(optimizer: Any) -> None:
+    optimizer.unscale(grads_scaled_by=8.0)
+    optimizer.step_after_unscale()
+
+
+def scaled_by_torch(optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+STEPS: list[Callable[[Any], Any]] = [
+    lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=8.0),
+    unscaled_first,
+    scaled_by_torch,
+]
+
+
+@every_way
+@pytest.mark.parametrize("size", [3, SMALL + 1])
+@pytest.mark.parametrize("step", STEPS, ids=["joined", "split", "torch's scaler"])
+def test_a_gradient_that_two_parameters_have_is_divided_once(step, size, backend):
+    params = [Parameter(torch.ones(size)) for _ in range(3)]
+    optimizer = ampopt.SGD(params, lr=0.125)
+    for _ in range(2):
+        params[0].grad = params[2].grad = torch.full((size,), 8.0)
+        params[1].grad = torch.full((size,), 16.0)
+        step(optimizer)
+    assert [p.unique().tolist() for p in params] == [[0.75], [0.5], [0.75]]
+
+
+@every_way
+@pytest.mark.parametrize("size", [3, SMALL + 1])
+@pytest.mark.parametrize("step", STEPS, ids=["joined", "split", "torch's scaler"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_in_a_group_twice_is_stepped_once(step, size, backend):
+    param = Parameter(torch.ones(size))
+    optimizer = ampopt.SGD([param, Parameter(torch.ones(2)), param], lr=0.125, momentum=0.5)
+    for expected in (0.875, 0.6875):
+        param.grad = torch.full((size,), 8.0)
+        step(optimizer)
+        assert param.unique().tolist() == [expected]
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=INF)
+    assert not result.skipped and optimizer.grad_norm == param.grad.norm()
+
+
 @each_rule
 def test_parameters_that_share_storage_without_sharing_elements(options):
     """Adjacent, interleaved, and a column of a matrix with the other columns."""
