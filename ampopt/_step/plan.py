@@ -9,8 +9,9 @@ step without it, the row is masked.
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import chain, compress, cycle
 from typing import Any
 
 import torch
@@ -313,11 +314,13 @@ class GroupGuard:
                 return f"the list of parameters of group {index} was replaced"
         flags, options, forms = self._fixed_values(groups, self._variants.hyper(groups))
         old_flags, old_options, old_forms = self._values_at_plan
-        if flags != old_flags:
-            return f"a flag of the rule was changed, one of {', '.join(self._rule.flags)}"
-        if options != old_options:
-            return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
-        return None if forms == old_forms else "a hyperparameter has another type"
+        if name := _first_that_differs(self._rule.flags, flags, old_flags):
+            return f"{name} was turned on or off in a group"
+        if name := _first_that_differs(_OPTIONS, options, old_options):
+            return f"{name} of a group was changed"
+        if forms == old_forms:
+            return None
+        return "a hyperparameter of a group has another type, such as a tensor in place of a float"
 
     def has_kept(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups of the plan are as they were, except for hyperparameters.
@@ -341,6 +344,18 @@ class GroupGuard:
         """Whether a hyperparameter is a list, whose elements may change in place."""
         names = self._rule.hyper
         return any(isinstance(group.get(name), list) for group in groups for name in names)
+
+
+def _first_that_differs(names: Sequence[str], values: Any, old_values: Any) -> str | None:
+    """The name of an entry that has another value in one of the groups; ``None`` if all are equal.
+
+    Args:
+        names: the names of the entries.
+        values: the values of the entries now, for each group.
+        old_values: the values of the entries before.
+    """
+    pairs = zip(chain(*values), chain(*old_values), cycle(names))
+    return next((name for value, old, name in pairs if value != old), None)
 
 
 class TensorGuard:

@@ -214,12 +214,15 @@ CHANGES: dict[str, tuple[Any, str]] = {
     ),
     "flag": (
         lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.0),
-        "a flag of the rule was changed, one of amsgrad, weight_decay, decoupled_weight_decay, "
-        "maximize",
+        "weight_decay was turned on or off in a group",
+    ),
+    "option": (
+        lambda _, optimizer: optimizer.param_groups[0].update(master_weights=True),
+        "master_weights of a group was changed",
     ),
     "type of a number": (
         lambda _, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
-        "a hyperparameter has another type",
+        "a hyperparameter of a group has another type, such as a tensor in place of a float",
     ),
     "watch": (lambda _, optimizer: ampopt.Watch(optimizer), "the last plan was dropped"),
 }
