@@ -94,9 +94,12 @@ class Masters(RefersToOptimizer):
     def of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
         """The master of ``param``, in as many bits as ``group`` says; ``None`` if it needs none.
 
-        A master that is missing is made, and one of another number of bits is converted.
+        A master that is missing is made, one of another number of bits is converted, and one that
+        is left from before ``master_weights`` was turned off is removed: steps do not update it.
         """
         if not (self._makes_masters and needs_master(group, param)):
+            if self._makes_masters:
+                self.optimizer.state.get(param, {}).pop(MASTER, None)
             return None
         state, is_low = self.optimizer.state[param], needs_low_bits(group, param)
         if MASTER not in state:

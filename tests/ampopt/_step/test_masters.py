@@ -209,6 +209,21 @@ def test_groups_choose_for_themselves():
     assert optimizer.state[params[1]]["momentum_buffer"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_masters_that_are_turned_off_and_on_again_begin_where_the_parameter_is(split):
+    p = half(1.0, -2.0)
+    optimizer = ampopt.AdamW([p], lr=0.125, master_weights=True)
+    for turned_on in (True, False, True):
+        optimizer.param_groups[0]["master_weights"] = turned_on
+        before = p.detach().clone()
+        p.grad = torch.full((2,), 8.0).half()
+        attempt(optimizer, 8.0, split=split and turned_on)
+        assert (MASTER in optimizer.state[p]) == turned_on
+        torch.testing.assert_close(
+            before - p.detach(), torch.full((2,), 0.125).half(), rtol=0.1, atol=0.0
+        )
+
+
 def test_a_group_added_later_has_the_options_of_the_constructor():
     optimizer = ampopt.AdamW([half(1.0)], master_weights=True)
     for which in (optimizer, copy.deepcopy(optimizer)):
