@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,38 @@ def test_ranks_with_different_parts_skip_and_clip_as_one_model(two_ranks, form, 
     first, second = two_ranks.run(trained_by_parts, form, name)
     assert first.pop("params") | second.pop("params") == whole.pop("params")
     assert first == second == whole
+
+
+def routed(name: str, ranks: tuple[int, ...], group: Any) -> dict[tuple[int, int], list[float]]:
+    """The experts of ``ranks`` after steps in which drawn ones have gradients, by rank and number.
+
+    In some steps a rank has no gradients; in some, one gradient of any rank is inf.
+    """
+    draw = random.Random(0)
+    experts = {(rank, i): Parameter(torch.ones(2) * (i + 1)) for rank in (0, 1) for i in range(3)}
+    own = [expert for (rank, _), expert in experts.items() if rank in ranks]
+    optimizer: Any = {"Plain": Plain}.get(name, getattr(ampopt, name, None))(own, lr=0.25)
+    optimizer.process_group = group
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
+    for _ in range(12):
+        busy = draw.choice([(0,), (1,), (0, 1), (0, 1)])
+        for rank, i in experts:
+            grad = torch.full((2,), scale.item() * 2.0 ** draw.randint(-2, 2))
+            grad[0] *= draw.choice([1.0] * 19 + [float("inf")])
+            has_grad = draw.random() < 0.7 and rank in busy
+            experts[rank, i].grad = grad if has_grad else None
+        scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=2.0).scale
+    return {key: p.tolist() for key, p in experts.items() if key[0] in ranks}
+
+
+def routed_on_a_rank(name: str) -> Any:
+    return routed(name, (torch.distributed.get_rank(),), world())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Plain"])
+def test_ranks_whose_experts_get_gradients_now_and_then_end_as_one_process(two_ranks, name):
+    first, second = two_ranks.run(routed_on_a_rank, name)
+    assert first | second == routed(name, (0, 1), None)
 
 
 def replicated(name: str) -> list[float]:
