@@ -103,7 +103,7 @@ def routed(name: str, ranks: tuple[int, ...], group: Any) -> dict[tuple[int, int
     draw = random.Random(0)
     experts = {(rank, i): Parameter(torch.ones(2) * (i + 1)) for rank in (0, 1) for i in range(3)}
     own = [expert for (rank, _), expert in experts.items() if rank in ranks]
-    optimizer: Any = {"Plain": Plain}.get(name, getattr(ampopt, name, None))(own, lr=0.25)
+    optimizer: Any = (Plain if name == "Plain" else getattr(ampopt, name))(own, lr=0.25)
     optimizer.process_group = group
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
     for _ in range(12):
