@@ -72,8 +72,8 @@ log = _unary(torch.log, math.log)
 log2 = _unary(torch.log2, math.log2)
 sin = _unary(torch.sin, math.sin)
 cos = _unary(torch.cos, math.cos)
-floor = _unary(torch.floor, math.floor)
-ceil = _unary(torch.ceil, math.ceil)
+floor = _unary(torch.floor, lambda x: float(math.floor(x)))
+ceil = _unary(torch.ceil, lambda x: float(math.ceil(x)))
 sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
 
 
@@ -92,8 +92,13 @@ def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
             a = torch.full((), a, dtype=number, device=condition.device)
             b = torch.full((), b, dtype=number, device=condition.device)
         return torch.where(condition, a, b)
-    value, other = (a, b) if condition else (b, a)
+    value, other = (a, b) if _holds(condition) else (b, a)
     return _scalar(value, other) if isinstance(other, torch.Tensor) else value
+
+
+def _holds(condition: Any) -> Any:
+    """Whether a Python condition holds; ``~True`` is -2, and ``~False`` is -1."""
+    return condition & 1 if isinstance(condition, int) else condition
 
 
 def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:
@@ -236,7 +241,18 @@ class _OfScalarsOnHost(_OfScalars):
         """Replace functions of tensors by functions of each element."""
         each = {n: _of_each(f) for n, f in globals().items() if hasattr(f, "on_number")}
         vars(self).update(each)
-        self.HELPERS = {**HELPERS, "sqrt_rn": each["sqrt"]}
+        of_scalars = {"maximum": self._maximum, "minimum": self._minimum, "sqrt_rn": each["sqrt"]}
+        self.HELPERS = HELPERS | of_scalars
+
+    # Of 0.0 and -0.0, the first one.
+
+    def _maximum(self, a: Any, b: Any) -> Any:
+        """The larger of both, and NaN if one is."""
+        return self.where((a >= b) | (a != a), a, b)
+
+    def _minimum(self, a: Any, b: Any) -> Any:
+        """The smaller of both, and NaN if one is."""
+        return self.where((a <= b) | (a != a), a, b)
 
 
 def _of_each(function: Any) -> Callable[[Any], Any]:
@@ -264,7 +280,7 @@ class _OnNumbers:
     def __init__(self) -> None:
         """Take the ``on_number`` of each function."""
         vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
-        self.where = lambda condition, a, b: a if condition else b
+        self.where = lambda condition, a, b: a if _holds(condition) else b
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
     def __getattr__(self, name: str) -> Any:

@@ -12,6 +12,7 @@ from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.source import raised_at
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program
+from ampopt_kernels.cpu.scalars import scalars_source
 from ampopt_kernels.rule import Rule
 
 __all__ = ["check"]
@@ -39,7 +40,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
     dtypes = (torch.float32,) * (2 + len(rule.state_for(flags)))
     role = "scalars"
     try:
-        _translate_scalars(rule, flags, n_hyper, widths.terms)
+        scalars_source(rule, flags, (torch.float32,) * len(rule.scalar_state), 2 + n_hyper)
         for role, width in roles.items():
             source_of(rule, flags, dtypes, 2 + width, role)
         for name, function, n in functions_of(rule):
@@ -55,17 +56,3 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
             "See ampopt_kernels.Rule for all that it may use",
         ]
         raise ValueError(". ".join(filter(None, parts))) from error
-
-
-def _translate_scalars(rule: Rule, flags: tuple[bool, ...], n_hyper: int, n_terms: int) -> None:
-    """Run ``before_reduce`` and ``scalars`` on expressions, as :func:`source_of` runs the rest."""
-    program = Program(torch.float64)
-
-    def numbers(n: int) -> tuple[object, ...]:
-        return tuple(program.new(torch.float64, "x", varies=False) for _ in range(n))
-
-    s, h, sums = numbers(len(rule.scalar_state)), numbers(n_hyper), numbers(n_terms)
-    if rule.reduces:
-        s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
-    scalars = torch_language.bind(rule.scalars, LANGUAGE)
-    scalars(*(s, h, flags, sums, sums)[: rule.scalars_arguments])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.blocks import Bundles
-from ampopt_kernels.cpu.bundles import Bundle, Slices
+from ampopt_kernels.cpu.bundles import Bundle, Numbers, Slices
+from ampopt_kernels.cpu.scalars import ScalarRows, scalars_on_host
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.cpu.watch import found_in
@@ -21,6 +22,7 @@ from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import accumulate_gradients, overflows
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.row_column_states import LineSums, advance
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import ParamRow, Work
@@ -61,6 +63,12 @@ class CpuBackend(Backend):
         Returns:
             Whether they are final. If not, the next step prepares them again.
         """
+
+    @abstractmethod
+    def _scalars(
+        self, rule: Rule, flags: tuple[bool, ...], rows: ScalarRows, h: Sequence[float]
+    ) -> Numbers:
+        """Compute the numbers of rows, as :func:`scalars_on_host` does."""
 
     @abstractmethod
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
@@ -151,7 +159,8 @@ class CpuBackend(Backend):
             if states and states[0].shard is not None:  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
-                numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
+                given = rule, work.hyper, (inverse, clip), work.present
+                numbers = block.before_reduce(*given, self._scalars)
                 tensors = (grad, bundle.param, *bundle.states)
                 slices = bundle.slices(numbers)
                 sums[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
@@ -174,7 +183,8 @@ class CpuBackend(Backend):
                 continue
             if block is not last:
                 last = block
-                numbers = block.before_reduce(rule, work.hyper, (inverse, clip), work.present)
+                given = rule, work.hyper, (inverse, clip), work.present
+                numbers = block.before_reduce(*given, self._scalars)
             bundle.load()
             tensors = (grad, bundle.param, *bundle.inputs)
             slices = bundle.slices(numbers)
@@ -205,7 +215,8 @@ class CpuBackend(Backend):
                 continue
             if block is not last:
                 last, coefficients = block, (inverse, clip)
-                numbers = block.advance(rule, work.hyper, coefficients, decision.sums, work.present)
+                given = rule, work.hyper, coefficients, decision.sums, work.present
+                numbers = block.advance(*given, self._scalars)
                 h = []
             tensors = (grad, bundle.param, *bundle.rest)
             rows = bundle.rows if rule.draws or bundle.rows[0].keys is not None else ()
@@ -241,6 +252,12 @@ class Cpu(CpuBackend):
         for _, bundle in work.backend_rows.bundles:
             bundle.functions = torch_functions(work.rule, bundle)
         return True
+
+    def _scalars(
+        self, rule: Rule, flags: tuple[bool, ...], rows: ScalarRows, h: Sequence[float]
+    ) -> Numbers:
+        """See :func:`scalars_on_host`."""
+        return scalars_on_host(rule, flags, rows, h)
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         """The sum of squares of each gradient."""

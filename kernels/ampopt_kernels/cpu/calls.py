@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import BUNDLE, Slices
+from ampopt_kernels.cpu.scalars import CompiledScalars
 from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.row_column_states import RowColumnStates
 
@@ -149,5 +150,6 @@ CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {
     "update": CompiledUpdate,
     "reduce": CompiledSums,
     "averages": CompiledAverages,
+    "scalars": CompiledScalars,
 }
 """For each role of a rule's function, what makes a callable of its compiled library."""

@@ -18,16 +18,16 @@ from collections.abc import Callable, Sequence
 from itertools import chain, starmap
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite
 from ampopt_kernels.cpu.blocks import Block
-from ampopt_kernels.cpu.bundles import Bundle, Copies, Slices, TorchCopies, placed
+from ampopt_kernels.cpu.bundles import Bundle, Copies, Numbers, TorchCopies, placed
 from ampopt_kernels.cpu.calls import CALLS, CompiledUpdate
 from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.scalars import ScalarRows, scalars_on_host, scalars_source
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.decision import Partials, Request
@@ -60,16 +60,19 @@ they are: to copy that many to scratch and back takes longer than one more row o
 
 
 class _Key(NamedTuple):
-    """The key of a compiled function: the arguments of :func:`source_of`."""
+    """The key of a compiled function: the arguments of :func:`source_of`.
+
+    Or, if the role is ``"scalars"``, the first of them are those of :func:`scalars_source`.
+    """
 
     rule: Rule
     flags: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[Any, ...]
     width: int
     role: str
-    rounds_stochastically: bool
-    jumps: int
-    codecs: tuple[Codec | None, ...]
+    rounds_stochastically: bool = False
+    jumps: int = 0
+    codecs: tuple[Codec | None, ...] = ()
 
 
 class Compiled(CpuBackend):
@@ -125,12 +128,23 @@ class Compiled(CpuBackend):
         else:
             watch.note(numbers.loaded, statistics, attempt, report, parts, notes_step=notes_step)
 
+    def _scalars(
+        self, rule: Rule, flags: tuple[bool, ...], rows: ScalarRows, h: Sequence[float]
+    ) -> Numbers:
+        """See :meth:`CpuBackend._scalars`."""
+        dtypes = tuple(None if s is None else s.dtype for s in rows.states)
+        key = _Key(rule, flags, dtypes, len(h), "scalars")
+        function = self._function(key)
+        if function is None:
+            function = self._timed(functools.partial(scalars_on_host, rule, flags), key)
+        return function(rows, h)
+
     def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
         """Return ``function``, made to add the time that it takes to ``self._spent[key]``."""
 
-        def run(slices: Slices, tensors: Sequence[Tensor]) -> Any:
+        def run(*arguments: Any) -> Any:
             start = time.perf_counter()
-            result = function(slices, tensors)
+            result = function(*arguments)
             self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
             return result
 
@@ -231,10 +245,12 @@ class Compiled(CpuBackend):
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
         """Return the library to compile, and whether its results are bitwise the eager ones.
 
-        The library is ``None`` if the rule cannot be written as C++; then it always runs eagerly.
+        The library is ``None`` if the rule cannot be written as C++, or its scalars would have
+        other bits; then it always runs eagerly.
         """
+        of_scalars = key.role == "scalars"
         try:
-            source = source_of(*key)
+            source = scalars_source(*key[:4]) if of_scalars else source_of(*key)
         except Exception as error:
             if self._patience:
                 return None, True
@@ -242,7 +258,9 @@ class Compiled(CpuBackend):
                 f"the compiled backend has no C++ for a rule: {type(error).__name__}: {error}; "
                 "choose 'auto' or 'eager'"
             ) from error
-        return Library(source.text), source.exact
+        if of_scalars and not source.exact:
+            return None, True
+        return Library(source.text, source.options), source.exact
 
     def _loaded(self, library: Library, wanted: bool, waits: bool = False) -> ctypes.CDLL | None:
         """Load ``library`` if it has been compiled.

@@ -49,10 +49,12 @@ class CppSource:
     Attributes:
         text: C++ that defines ``update``, ``sums`` or ``averages``; see ``loops``.
         exact: whether its results are bitwise those of the eager backend.
+        options: compiler options in addition to those of every library.
     """
 
     text: str
     exact: bool
+    options: tuple[str, ...] = ()
 
 
 def source_of(

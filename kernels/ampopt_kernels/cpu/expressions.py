@@ -34,6 +34,7 @@ class Program:
         exact: whether the results are bitwise those of torch; see :class:`cpp.CppSource`.
         place: a C++ expression for the place of an element in the whole parameter, which random
             numbers follow from.
+        of_scalars: whether these are scalars of a parameter, which are numbers all.
     """
 
     compute: torch.dtype
@@ -42,6 +43,7 @@ class Program:
     after: list[str] = field(default_factory=list)
     exact: bool = True
     place: str = ""
+    of_scalars: bool = False
 
     def body(
         self, tensors: Iterable[int], statements: Iterable[str] = (), *, fetches: bool = False
@@ -123,7 +125,7 @@ def _operation(
     names = integers if all(integers) else [cast(x, common) for x in operands]
     code = template.format(*names, T=C_TYPES[common])
     program = expressions[0].program
-    program.exact &= exact
+    program.exact &= exact or program.of_scalars
     return program.new(dtype or common, code, bool(values))
 
 
@@ -269,8 +271,12 @@ def _divide(x: Any, y: Any) -> Any:
     """``x / y`` with the rounding of torch."""
     if _varies(y) and not _varies(x):
         return _operation("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
-    # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits.
-    return _operation("{0} / {1}", x, y, exact=_varies(x))
+    # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits:
+    # in those of scalars only if x is in the source of the rule, and x * (1 / y) is not x / y.
+    result = _operation("{0} / {1}", x, y, exact=_varies(x))
+    if not isinstance(x, _Expression) and abs(math.frexp(x)[0]) != 0.5:
+        result.program.exact = False
+    return result
 
 
 def _varies(x: Any) -> bool:
@@ -297,12 +303,13 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     """``maximum`` or ``minimum``; the result is NaN if either argument is."""
-    template = f"({{0}} {sign} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
 
     def function(a: Any, b: Any) -> Any:
         if not isinstance(a, _Expression) and not isinstance(b, _Expression):
             return torch_language.HELPERS[name](a, b)
-        # Of 0.0 and -0.0, which are equal, torch takes that of the tensor.
+        # Of 0.0 and -0.0, which are equal, torch takes that of the tensor, Python the first one.
+        equal = "" if _varies(a) or _varies(b) else "="
+        template = f"({{0}} {sign}{equal} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
         return (
             _operation(template, b, a)
             if _varies(a) and not _varies(b)
@@ -312,12 +319,26 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], Any]:
-    """A function of one argument: C++ of ``template``, or of torch for a plain number."""
-    of_number = getattr(torch_language, name)
-    return lambda x: (
-        _operation(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
-    )
+def _function(
+    name: str, template: str, exact: bool = True, of_number: str = ""
+) -> Callable[[Any], Any]:
+    """A function of one argument: C++ of ``template``, or of torch for a number in the source.
+
+    Args:
+        name: its name in the language.
+        template: see :func:`_operation`.
+        exact: see :func:`_operation`.
+        of_number: the template for the bits that Python's function of a number has, where it is not
+            ``template``.
+    """
+    in_source = getattr(torch_language, name)
+
+    def function(x: Any) -> Any:
+        if not isinstance(x, _Expression):
+            return in_source(x)
+        return _operation(template if x.varies else of_number or template, x, exact=exact)
+
+    return function
 
 
 def _sqrt(x: Any) -> Any:
@@ -388,19 +409,20 @@ def _chance(u: "_Expression", places: int) -> "_Expression":
 
 
 _EXACT = {
-    "rsqrt": "({T})1 / math::sqrt({0})",
-    "floor": "math::floor({0})",
-    "ceil": "math::ceil({0})",
+    "rsqrt": ("({T})1 / math::sqrt({0})", ""),
+    "floor": ("math::floor({0})", "math::floor({0}) + 0.0"),  # of an integer: not -0.0
+    "ceil": ("math::ceil({0})", "math::ceil({0}) + 0.0"),
 }
 _INEXACT = {
-    "exp": "math::exp({0})",
-    "exp2": "math::exp2({0})",
-    "log": "math::log({0})",
-    "log2": "math::log2({0})",
-    "sin": "math::sin({0})",
-    "cos": "math::cos({0})",
-    "sigmoid": "({T})1 / (({T})1 + math::exp(-{0}))",
+    "exp": ("math::exp({0})", "libm::exp({0})"),
+    "exp2": ("math::exp2({0})", "libm::pow(2.0, {0})"),
+    "log": ("math::log({0})", "libm::log({0})"),
+    "log2": ("math::log2({0})", "libm::log2({0})"),
+    "sin": ("math::sin({0})", "libm::sin({0})"),
+    "cos": ("math::cos({0})", "libm::cos({0})"),
+    "sigmoid": ("({T})1 / (({T})1 + math::exp(-{0}))", "1 / (1 + libm::exp(-{0}))"),
 }
+"""For each function the templates for blocks and for numbers; see :func:`_function`."""
 
 
 class _Language:
@@ -412,10 +434,8 @@ class _Language:
     def __init__(self) -> None:
         """Define the functions that a rule may call, so that they return C++ expressions."""
         self.abs, self.where, self.sqrt = _abs, _where, _sqrt
-        for name, template in _EXACT.items():
-            setattr(self, name, _function(name, template))
-        for name, template in _INEXACT.items():
-            setattr(self, name, _function(name, template, exact=False))
+        for name, (template, of_number) in (_EXACT | _INEXACT).items():
+            setattr(self, name, _function(name, template, name in _EXACT, of_number))
         self.HELPERS = {
             "as_float32": _as_float32,
             "chance": _chance,

@@ -19,6 +19,12 @@ MATH(exp) MATH(exp2) MATH(log) MATH(log2) MATH(sin) MATH(cos)
 #undef MATH
 }
 
+// The functions that Python calls for numbers.
+namespace libm {
+extern "C" double exp(double), log(double), log2(double), pow(double, double);
+extern "C" double sin(double), cos(double);
+}
+
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The index of the result that a row takes; see UPDATE.

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.compiled_scalars import by_cpp, needs_compiler
 
 from ampopt_kernels import Rule, State, jit, rules
-from ampopt_kernels.cpu import blocks
 from ampopt_kernels.cpu.blocks import Block
+from ampopt_kernels.cpu.scalars import scalars_on_host
 from ampopt_kernels.work import ParamRow
 
 
@@ -62,7 +63,12 @@ def stored(row: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(array("f", row))
 
 
-def assert_rows_step_alone(rule, counts, steps):
+by_both = pytest.mark.parametrize(
+    "computes", [scalars_on_host, pytest.param(by_cpp, marks=needs_compiler)]
+)
+
+
+def assert_rows_step_alone(rule, counts, steps, computes):
     """Step a block of rows with these step counts, and each row by Python numbers."""
     hyper, flags = HYPER[rule], (False,) * len(rule.flags)
     expected = [(float(count), 0.75)[: len(rule.scalar_state)] for count in counts]
@@ -77,10 +83,11 @@ def assert_rows_step_alone(rule, counts, steps):
                 column[reset] = value
         here = [i in present for i in range(len(rows))]
         flagged = None if all(here) else bytearray([0] * BEFORE + here)
-        numbers = block.advance(rule, [(lr, *hyper[1:])], COEFFICIENTS, None, flagged)
+        given_h = [(lr, *hyper[1:])]
+        numbers = block.advance(rule, given_h, COEFFICIENTS, None, flagged, computes)
         table, of_rows = numbers
         assert of_rows is None or [i >= 0 for i in of_rows.tolist()] == here
-        given_to = numbers.of_each(len(rows))
+        given_to = numbers.of_each(len(rows)) if present else []
         for i in filter(present.__contains__, range(len(rows))):
             new, h = rule.scalars_on_numbers(expected[i], (lr, *hyper[1:]), flags)
             expected[i] = stored(new)
@@ -88,6 +95,7 @@ def assert_rows_step_alone(rule, counts, steps):
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
 
 
+@by_both
 @pytest.mark.parametrize("rule", HYPER, ids=IDS)
 @example([0] * N, ONE_LACKS)
 @example([3, 1, 2, 2, 0], SCHEDULED)
@@ -95,18 +103,5 @@ def assert_rows_step_alone(rule, counts, steps):
     st.lists(st.integers(0, 3), min_size=N, max_size=N),
     st.lists(STEPS, min_size=1, max_size=12),
 )
-def test_each_row_gets_the_bits_that_it_gets_alone(rule, counts, steps):
-    assert_rows_step_alone(rule, counts, steps)
-
-
-@pytest.mark.parametrize("rule", HYPER, ids=IDS)
-def test_many_different_counts_get_the_same_bits(rule):
-    """From tensors, not from Python numbers, and when stages are forgotten."""
-    n = 2 * blocks.FEW_STAGES
-    steps = [Step(frozenset(range(i % 3, n, 2)), 1e-3, None) for i in range(4)]
-    assert_rows_step_alone(rule, range(n), steps)
-
-
-def test_stages_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(blocks, "MOST_STAGES", 3)
-    assert_rows_step_alone(rules.adam, [0] * N, ONE_LACKS)
+def test_each_row_gets_the_bits_that_it_gets_alone(rule, computes, counts, steps):
+    assert_rows_step_alone(rule, counts, steps, computes)
