@@ -161,7 +161,7 @@ class CpuBackend(Backend):
                     continue
                 given = rule, work.hyper, (inverse, clip), work.present
                 numbers = block.before_reduce(*given, self._scalars)
-                tensors = (grad, bundle.param, *bundle.states)
+                tensors = (grad, bundle.param, *bundle.inputs)
                 slices = bundle.slices(numbers)
                 sums[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
         return sums

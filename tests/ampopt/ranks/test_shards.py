@@ -189,6 +189,24 @@ def test_the_compiled_backend_steps_shards_too(two_ranks, name):
     check(two_ranks, "fsdp", "compiled", name, *FORMS[0], STORY)
 
 
+def with_24_bit_masters(by_parts: bool) -> list[bytes]:
+    """The bits of a large parameter and its states after two steps of the compiled Adafactor."""
+    ampopt.set_backend("compiled")
+    place = meshes("fsdp")[0] if by_parts else ORDINARY
+    p: Any = Parameter(placed(numbers((128, 64), 0).bfloat16(), *place))
+    optimizer = ampopt.Adafactor([p], lr=0.25, master_weights=True, master_bits=24)
+    for seed in (1, 2):
+        p.grad = placed(numbers((128, 64), seed).bfloat16(), *place)
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+    ampopt.set_backend("auto")
+    return [bits(whole(value)) for value in (p, *optimizer.state[p].values())]
+
+
+def test_rows_and_columns_are_averaged_beside_24_bit_masters(two_ranks):
+    skip_unless_it_runs("compiled")
+    assert two_ranks.run(with_24_bit_masters, True) == [with_24_bit_masters(False)] * 2
+
+
 @pytest.mark.parametrize("cls", EVERY_RULE)
 def test_every_rule_is_stepped_by_parts(two_ranks, cls):
     for dtype, options in FORMS[::2]:
