@@ -44,9 +44,11 @@ class Profile:
     Attributes:
         steps: the number of steps that each optimizer attempted, by name.
         paths: how each parameter was stepped in the last step, by optimizer and parameter name.
-        plans: how often each optimizer made a new plan of its steps, by name and reason. Only
+        plans: how often each optimizer made a whole new plan of its steps, by name and reason. Only
             an optimizer with an update rule has a plan. It makes the plan in its first step, which
             is not counted, and an ordinary loop uses it for all later steps.
+        extensions: how often each optimizer extended its plan, by name and reason: it added the
+            parameters that had changed, which takes a fraction of the time of a whole plan.
         launches: the number of launches of each of ampopt's kernels, by name, over all steps.
         kernels: the names of all kernels launched on CUDA devices, by any library; ``None`` without
             a CUDA device.
@@ -57,6 +59,7 @@ class Profile:
     steps: Counter[str] = field(default_factory=Counter)
     paths: dict[str, dict[str, str]] = field(default_factory=dict)
     plans: dict[str, Counter[str]] = field(default_factory=dict)
+    extensions: dict[str, Counter[str]] = field(default_factory=dict)
     launches: Counter[str] = field(default_factory=Counter)
     kernels: list[str] | None = None
     looks: Counter[Look] = field(default_factory=Counter)
@@ -66,7 +69,7 @@ class Profile:
         return "\n".join([*self._on_steps(), *self._on_launches(), *self._on_looks()])
 
     def _on_steps(self) -> Iterator[str]:
-        """The lines on how each optimizer stepped its parameters, and why it made new plans."""
+        """The lines on how each optimizer stepped its parameters, and why its plan was changed."""
         for name, paths in self.paths.items():
             n = self.steps[name]
             yield f"{name}: {_count(n, 'step')}" + (". In the last one:" if n else "")
@@ -78,6 +81,8 @@ class Profile:
                 yield f"  {_count(len(parameters), 'parameter')} ({names}): {path}"
             for reason, times in self.plans.get(name, {}).items():
                 yield f"  plan made again {_count(times, 'time')}: {reason}"
+            for reason, times in self.extensions.get(name, {}).items():
+                yield f"  plan extended {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
         """The lines on the number of kernels that were launched."""
@@ -208,22 +213,26 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
                 parameter = gradients.name_of(optimizer.param_groups, p)
                 paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
-    plans_before = _plans_of(optimizer)
+    plans_before, extensions_before = _plans_of(optimizer)
     hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step
     try:
         with mock.patch.object(SkipPolicy, "step", noting):
             yield
     finally:
         hook.remove()
-        report.plans[name] = _plans_of(optimizer) - plans_before
+        plans, extensions = _plans_of(optimizer)
+        report.plans[name] = plans - plans_before
+        report.extensions[name] = extensions - extensions_before
 
 
-def _plans_of(optimizer: Optimizer) -> Counter[str]:
-    """How often the optimizer has made a new plan, by the reason."""
+def _plans_of(optimizer: Optimizer) -> tuple[Counter[str], Counter[str]]:
+    """How often the optimizer has made a new plan, and extended one, by the reason."""
     ours = optimizer._ampopt
-    plans = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
+    if not isinstance(ours, RuleStep):
+        return Counter(), Counter()
+    plans = ours.runner.reasons.copy()
     plans.pop(FIRST, None)
-    return plans
+    return plans, ours.runner.extensions.copy()
 
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:

@@ -4,6 +4,7 @@ A :class:`RuleStep` is called by control points, a :class:`RuleRunner` by the st
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -56,7 +57,8 @@ class RuleRunner(RefersToOptimizer):
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
         second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
-        reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
+        reasons: how often a whole plan was made, by the reason in words; :data:`FIRST` is one.
+        extensions: how often a plan was extended, by the reason in words.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RuleRunner(RefersToOptimizer):
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.reasons: Counter[str] = Counter()
+        self.extensions: Counter[str] = Counter()
         self.decision: Decision | None = None
         self.checks = Checks(optimizer)
 
@@ -130,9 +133,9 @@ class RuleRunner(RefersToOptimizer):
     def check_gradients(self) -> None:
         """Raise for gradients that no step can use, before anything changes."""
         with_grads = gradients.params_with_grads(self.optimizer.param_groups)
-        self.checks.warn_of_float16(self.rule)
+        self.checks.warn_of_float16(self.rule, ((index, p) for index, p, _ in with_grads))
         if self.checks.need_torch():
-            self.checks.check_dtypes()
+            self.checks.check_dtypes(gradients.params_of(self.optimizer.param_groups))
             self.masters.check_float16(with_grads)
         else:
             self.checks.check_plannable(self.rule)
@@ -167,24 +170,39 @@ class RuleRunner(RefersToOptimizer):
         return state
 
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
-        """A new plan, kept for the next step; ``None`` if torch's own step has to run."""
-        self.checks.warn_of_float16(self.rule)
-        if self.checks.need_torch():
-            return None
+        """The plan of this step, kept for the next: the old plan extended, or a whole one.
+
+        ``None`` if torch's own step has to run.
+        """
         optimizer, rule = self.optimizer, self.rule
+        change = None if old_plan is None else old_plan.change(optimizer, rule)
+        extends = change is not None and not change.is_large
+        if not extends:
+            self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
+            if self.checks.need_torch():
+                return None
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        reusable_rows = {} if old_plan is None else old_plan.unchanged_rows(optimizer, rule)
-        with_grads = self.checks.check_plannable(rule, reusable_rows)
         reason = self._no_plan if old_plan is None else old_plan.reason(optimizer, rule)
+        if old_plan is not None and change is not None and extends:
+            params = self.checks.check_plannable(rule, among=change.ids)
+            self.checks.warn_of_float16(rule, ((index, p) for index, p, _ in params))
+            self.plan = None  # if the extension fails halfway
+            plan = copy.copy(old_plan)  # a captured graph knows its plan by identity
+            if plan.extend(optimizer, self.masters, change, params, self._complete_state):
+                self.plan = plan
+                self.extensions[reason] += 1
+                return plan
+        absent = {} if change is None else change.absent
+        params = self.checks.check_plannable(rule, absent=absent)
         self.plan = Plan(
             optimizer,
             rule,
             self.masters,
             self.uploads,
-            reusable_rows,
-            with_grads,
+            params,
+            absent,
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
         )

@@ -4,8 +4,6 @@ import inspect
 import numbers
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
 from ampopt._step.masters import has_masters, needs_master
-from ampopt._step.rows import KeptRows
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
 from ampopt._step.state_checks import CheckedParam, check_states
@@ -90,17 +87,23 @@ class Checks(RefersToOptimizer):
         return False
 
     def check_plannable(
-        self, rule: Rule, reusable_rows: KeptRows = MappingProxyType({})
+        self,
+        rule: Rule,
+        *,
+        among: Container[int] | None = None,
+        absent: Container[int] = (),
     ) -> list[gradients.ParamWithGrad]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
-            reusable_rows: the rows that the plan may use: parameters and states that need no check.
-                The plan steps these, and the parameters that have a gradient.
+            among: the ``id`` of each parameter to check, for a plan that is extended by these;
+                ``None`` for a whole plan.
+            absent: the ``id`` of each parameter that has a row in the plan without a gradient.
 
         Returns:
-            What :func:`ampopt._step.gradients.params_with_grads` does.
+            The parameters to make rows for: what
+            :func:`ampopt._step.gradients.params_with_grads` returns.
 
         Raises:
             RuntimeError: a parameter was cast since the optimizer was made, or is expanded; torch's
@@ -117,11 +120,19 @@ class Checks(RefersToOptimizer):
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
         check_rule(rule, name)
-        for group in groups:
-            check_options(group)
-        with_grads = gradients.params_with_grads(groups)
-        self.check_dtypes(reusable_rows)
-        variants = Variants(rule, groups, [(one.group, one.tensor) for one in with_grads])
+        if among is None:
+            for group in groups:
+                check_options(group)
+        stepped_params = gradients.params_with_grads(groups, among=among, absent=absent)
+        if among is None:
+            self.check_dtypes(gradients.params_of(groups))
+            self._forget_removed()
+        else:
+            for group in {one.group for one in stepped_params}:
+                check_options(groups[group])
+            self.check_dtypes(one.tensor for one in stepped_params)
+        variants = Variants(rule)
+        variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
         for group, entries in variants.entries(groups):
             for entry in rule.hyper:
                 if entry in entries:
@@ -130,25 +141,18 @@ class Checks(RefersToOptimizer):
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
-        fresh = [one for one in with_grads if id(one.tensor) not in reusable_rows]
-        if not fresh:
-            return with_grads
         params_to_check = [
-            self._checked_param(rule, groups[i], param, owner.name) for i, param, owner in fresh
+            self._checked_param(rule, groups[i], param, owner.name)
+            for i, param, owner in stepped_params
         ]
-        for (group, param, owner), one in zip(fresh, params_to_check, strict=True):
+        for (group, param, owner), one in zip(stepped_params, params_to_check, strict=True):
             _check_written_once(param, owner.name)
             if rule.averages is not None:
                 _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
-        others = (
-            self._checked_param(rule, groups[i], param, owner.name)
-            for i, param, owner in gradients.params_with_ids(groups, reusable_rows.keys())
-        )
-        ranges_of_others = chain.from_iterable(row.memory for row in reusable_rows.values())
-        check_states(rule, params_to_check, others, ranges_of_others)
-        return with_grads
+        check_states(rule, params_to_check)
+        return stepped_params
 
     def _checked_param(
         self, rule: Rule, group: dict[str, Any], param: Tensor, name: str
@@ -186,35 +190,36 @@ class Checks(RefersToOptimizer):
             for param in group["params"]:
                 self._dtypes.setdefault(param, param.dtype)
 
-    def check_dtypes(self, unchanged_ids: Container[int] = ()) -> None:
-        """Raise if a parameter was cast since the optimizer was made. Forget removed parameters.
+    def check_dtypes(self, params: Iterable[Tensor]) -> None:
+        """Raise if one of ``params`` was cast since the optimizer was made."""
+        for param in params:
+            made_with = self._dtypes.setdefault(param, param.dtype)
+            if param.dtype != made_with:
+                raise RuntimeError(
+                    f"{gradients.name_of(self.optimizer.param_groups, param)} was {made_with} when "
+                    f"the optimizer was made and is {param.dtype} now: cast the model first and "
+                    "make the optimizer then (with master_weights=True it keeps float32 masters of "
+                    "half-precision parameters)"
+                )
 
-        Args:
-            unchanged_ids: the ``id`` of each parameter that is known to be as it was.
-        """
+    def _forget_removed(self) -> None:
+        """Forget the parameters that were removed from the optimizer."""
         groups = self.optimizer.param_groups
-        for group in groups:
-            for param in group["params"]:
-                if id(param) in unchanged_ids:
-                    continue
-                made_with = self._dtypes.setdefault(param, param.dtype)
-                if param.dtype != made_with:
-                    raise RuntimeError(
-                        f"{gradients.name_of(groups, param)} was {made_with} when the "
-                        f"optimizer was made and is {param.dtype} now: cast the model first and "
-                        "make the optimizer then (with master_weights=True it keeps float32 "
-                        "masters of half-precision parameters)"
-                    )
         if len(self._dtypes) > sum(len(group["params"]) for group in groups):
             params = set(gradients.params_of(groups))
             self._dtypes = {p: dtype for p, dtype in self._dtypes.items() if p in params}
 
-    def warn_of_float16(self, rule: Rule) -> None:
-        """Warn once if a state of ``rule`` is kept in float16."""
+    def warn_of_float16(self, rule: Rule, params: Iterable[tuple[int, Tensor]]) -> None:
+        """Warn once if a state of ``rule`` is kept in float16.
+
+        Args:
+            rule: the update rule to run.
+            params: ``(group index, parameter)`` for each parameter to step.
+        """
         if self._warned_of_float16:
             return
         optimizer = self.optimizer
-        for index, param in gradients.present(optimizer.param_groups):
+        for index, param in params:
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue

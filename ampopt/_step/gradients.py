@@ -1,6 +1,7 @@
 """The gradients of an optimizer: which parameters have one, and the tensor with its values."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from ampopt_kernels.tensors import real
 __all__ = [
     "UNDERFLOWING",
     "ParamWithGrad",
+    "check_gradient",
     "name_at",
     "name_of",
     "offenders",
     "params_of",
     "params_with_grads",
-    "params_with_ids",
     "present",
     "values_of",
     "with_groups",
@@ -42,7 +43,7 @@ UNDERFLOWING = (torch.float16, torch.complex32)
 
 def params_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Any]:
     """The parameters of all groups."""
-    return (param for group in param_groups for param in group["params"])
+    return chain.from_iterable(group["params"] for group in param_groups)
 
 
 def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
@@ -95,26 +96,20 @@ class ParamWithGrad(NamedTuple):
     owner: Owner
 
 
-def params_with_ids(
-    param_groups: Iterable[dict[str, Any]], ids: Container[int]
+def params_with_grads(
+    param_groups: Iterable[dict[str, Any]],
+    *,
+    among: Container[int] | None = None,
+    absent: Container[int] = (),
 ) -> list[ParamWithGrad]:
-    """The parameters with these ``ids``, in the order of the param groups, whatever gradients.
-
-    One that is in a group twice is returned once, as by :func:`params_with_grads`.
-    """
-    with_ids: dict[int, ParamWithGrad] = {}
-    for index, group in enumerate(param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) in ids and id(param) not in with_ids:
-                owner = Owner(_name(group.get("param_names"), index, position), id(param))
-                with_ids[id(param)] = ParamWithGrad(index, param, owner)
-    return list(with_ids.values())
-
-
-def params_with_grads(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
     """Every parameter that has a gradient, with its name, in the order of :func:`present`.
 
     One that is in a group twice, which torch allows with a warning, is returned once.
+
+    Args:
+        param_groups: the param groups.
+        among: the ``id`` of each parameter to consider; ``None`` for all.
+        absent: the ``id`` of each parameter to include even if it has no gradient.
 
     Raises:
         RuntimeError: a gradient is on another device than its parameter.
@@ -123,12 +118,18 @@ def params_with_grads(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithG
     """
     with_grads: dict[int, ParamWithGrad] = {}
     for index, group in enumerate(param_groups):
-        names = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            if param.grad is not None and id(param) not in with_grads:
-                owner = Owner(_name(names, index, position), id(param))
-                _check(param, param.grad, owner.name)
-                with_grads[id(param)] = ParamWithGrad(index, param, owner)
+        params, names = group["params"], group.get("param_names")
+        positions: Iterable[int] = range(len(params))
+        if among is not None:  # runs no Python for the others
+            positions = compress(positions, map(among.__contains__, map(id, params)))
+        for position in positions:
+            param = params[position]
+            if id(param) in with_grads or (param.grad is None and id(param) not in absent):
+                continue
+            owner = Owner(_name(names, index, position), id(param))
+            if param.grad is not None:
+                check_gradient(param, owner.name)
+            with_grads[id(param)] = ParamWithGrad(index, param, owner)
     return list(with_grads.values())
 
 
@@ -137,8 +138,17 @@ def _name(names: Any, group: int, position: int) -> str:
     return names[position] if names else f"group {group}, parameter {position}"
 
 
-def _check(param: Tensor, grad: Tensor, name: str) -> None:
-    """Raise if the dtype, layout, shape or device of a gradient does not suit ``param``."""
+def check_gradient(param: Any, name: str) -> None:
+    """Raise if the dtype, layout, shape or device of the gradient does not suit ``param``.
+
+    Args:
+        param: a parameter that has a gradient.
+        name: its name in messages.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: see :func:`params_with_grads`.
+    """
+    grad = param.grad
     for tensor, what in ((grad, "the gradient of "), (param, "")):
         if tensor.dtype not in _DTYPES:
             raise TypeError(

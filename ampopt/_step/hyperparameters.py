@@ -1,6 +1,6 @@
 """The flags and hyperparameters that a rule reads from param groups, and their types."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,46 +24,49 @@ class Variants:
     """The param groups, split by the kinds ``(ndim, dtype)`` of their parameters.
 
     A rule with ``entries`` may have other flags and hyperparameters for each kind. For a rule
-    without, the variants are the param groups.
-
-    Attributes:
-        of: for each parameter of ``present``, the index of its variant.
+    without, each group is one variant. Groups without parameters to step have none.
     """
 
-    def __init__(
-        self, rule: Rule, groups: Sequence[dict[str, Any]], present: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        """Find the variants.
+    def __init__(self, rule: Rule) -> None:
+        """Start without variants; ``rule`` is the update rule."""
+        self._rule = rule
+        self._indices: dict[tuple[int, Kind | None], int] = {}
+
+    def __len__(self) -> int:
+        """The number of variants."""
+        return len(self._indices)
+
+    def add(
+        self, groups: Sequence[dict[str, Any]], params: Iterable[tuple[int, Tensor]]
+    ) -> list[int]:
+        """Add the variants of further parameters. The indices of earlier variants stay.
 
         Args:
-            rule: the update rule.
             groups: the param groups of the optimizer.
-            present: ``(group index, parameter)`` for each parameter to step.
+            params: ``(group index, parameter)`` for each parameter to step.
+
+        Returns:
+            For each parameter the index of its variant.
         """
-        self._rule = rule
-        self.of = [group for group, _ in present]
-        self._kinds: list[tuple[int, Kind | None]] = [(i, None) for i in range(len(groups))]
-        if rule.entries is not None:
-            kinds = [(group, kind_of(groups[group], param)) for group, param in present]
-            self._kinds = list(dict.fromkeys(kinds))
-            places = {kind: place for place, kind in enumerate(self._kinds)}
-            self.of = [places[kind] for kind in kinds]
+        by_kind, indices = self._rule.entries is not None, self._indices
+        kinds = ((group, kind_of(groups[group], p) if by_kind else None) for group, p in params)
+        return [indices.setdefault(kind, len(indices)) for kind in kinds]
 
     def entries(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """For each variant, the index of its group, and the entries that the rule reads."""
-        for group, kind in self._kinds:
+        for group, kind in self._indices:
             entries = groups[group]
             yield group, entries if kind is None else self._rule.entries_for(entries, kind)
 
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[tuple[bool, ...]]:
         """The flags of the rule for each variant."""
         flags = self._rule.flag_values
-        return [flags(groups[group], kind) for group, kind in self._kinds]
+        return [flags(groups[group], kind) for group, kind in self._indices]
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> list[list[float | Tensor]]:
         """The hyperparameters of each variant."""
         hyper = self._rule.hyper_values
-        return [hyper(groups[group], kind) for group, kind in self._kinds]
+        return [hyper(groups[group], kind) for group, kind in self._indices]
 
 
 def check_numbers(name: str, value: Any, like: Any) -> None:

@@ -1,12 +1,9 @@
-"""The rows of a step: for each parameter, the tensors that kernels read and write.
-
-To make a row takes longer than to step a small parameter. So rows are kept: a new plan makes rows
-only for parameters that the last plan lacked, or whose memory or state was replaced.
-"""
+"""The rows of a step: for each parameter, the tensors that kernels read and write."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,54 +25,33 @@ from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
-from ampopt_kernels.tensors import address_range, dense_like
+from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.work import ParamRow
 
-__all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of"]
-
-
-class KeptRow(NamedTuple):
-    """The row of a parameter, which later plans use while nothing that it depends on changes.
-
-    Attributes:
-        row: the row.
-        master: the master of the parameter; of a 24-bit one, the low bits.
-        like: a tensor of the row that has the layout of the gradient.
-        in_memory: see :func:`_place_in_memory`.
-        memory: the address ranges of the parameter and its states.
-    """
-
-    row: ParamRow
-    master: Tensor | None
-    like: Tensor
-    in_memory: tuple[int, int]
-    memory: list[tuple[int, int]]
-
-
-KeptRows = Mapping[int, KeptRow]
-"""Rows of earlier plans, by ``id`` of the parameter; see :meth:`Plan.unchanged_rows`."""
+__all__ = ["RuleRows", "keys_of", "like_gradient"]
 
 
 class RuleRows:
-    """The rows of a plan: of each parameter that has a gradient, or whose row was kept.
+    """The rows of a plan, or those that a plan is extended by.
 
     Rows of one variant of a param group are adjacent, so that a backend runs them in one launch.
     They hold references to the gradients, so they are not kept after the plan is made.
 
     Attributes:
         rule: the rule to run on the rows; with float64 scalar states if a scalar state is float64.
-        variants: the variants of the param groups.
-        flags: the flags of the rule, for each variant.
         stepped_params: the parameter of each row.
         masters: ``(index, master)`` for each row whose parameter has a master; of a 24-bit one,
             the low bits.
         rows: the rows.
         grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
         layouts: for each row, its gradient, or a tensor with the same layout.
-        states: all state tensors that the step writes, before a reshape or copy for the kernels.
+        states: for each row, the state of its parameter; ``None`` without one.
+        written: for each row, the tensors that the step writes besides the parameter: master and
+            states, before a reshape or copy for the kernels.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
-        reusable_rows: the rows that the next plan may use.
+        for_one_step: the indices of rows that only this step can use: those of complex parameters,
+            and those that have copies.
     """
 
     def __init__(
@@ -85,8 +61,9 @@ class RuleRows:
         masters: Masters,
         agreement: Agreement | None,
         complete_state: StateCompleter | None,
-        reusable_rows: KeptRows,
-        with_grads: list[ParamWithGrad],
+        variants: Variants,
+        params: list[ParamWithGrad],
+        absent: Mapping[int, torch.dtype],
     ) -> None:
         """Make the rows, and the states that are missing.
 
@@ -97,98 +74,80 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            reusable_rows: what :meth:`Plan.unchanged_rows` of the last plan returned.
-            with_grads: what :func:`gradients.params_with_grads` returned.
+            variants: the variants of the plan, which gains those of ``params``.
+            params: what :func:`gradients.params_with_grads` returned.
+            absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
-        self._agreement = agreement
         groups = optimizer.param_groups
-        with_grad = {
-            id(one.tensor)
-            for one in with_grads
-            if masters.holder(groups[one.group], one.tensor).grad is not None
-        }
-        stepped_params = gradients.params_with_ids(groups, with_grad | reusable_rows.keys())
-        self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped_params])
-        self.flags, of = self.variants.flags(groups), self.variants.of
-        old_rows = [reusable_rows.get(id(one.tensor)) for one in stepped_params]
-        fresh = [i for i, row in enumerate(old_rows) if row is None]
-        for i in fresh:
-            masters.of(groups[stepped_params[i].group], stepped_params[i].tensor)
-        codecs = {
-            i: codecs_of(
-                rule, self.flags[of[i]], groups[stepped_params[i].group], stepped_params[i].tensor
-            )
-            for i in fresh
-        }
-        states = [optimizer.state.get(one.tensor, {}) for one in stepped_params]
-        for i in fresh:
-            param, flags = stepped_params[i].tensor, self.flags[of[i]]
-            states[i] = state_of(optimizer, rule, param, flags, codecs[i], complete_state)
-        self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
-        fresh.sort(key=of.__getitem__)
-        for part in (*rule.state, *rule.scalar_state):
-            params = [stepped_params[i].tensor for i in fresh]
-            lay_end_to_end(params, [states[i] for i in fresh], part.name)
-        in_memory = [
-            _place_in_memory(rule, state) if row is None else row.in_memory
-            for state, row in zip(states, old_rows, strict=True)
+        with_grad = [masters.holder(groups[one.group], one.tensor) for one in params]
+        params = [
+            one
+            for one, holder in zip(params, with_grad, strict=True)
+            if holder.grad is not None or id(one.tensor) in absent
         ]
+        of = variants.add(groups, [(one.group, one.tensor) for one in params])
+        flags = variants.flags(groups)
+        for one in params:
+            masters.of(groups[one.group], one.tensor)
+        codecs = [
+            codecs_of(rule, flags[variant], groups[one.group], one.tensor)
+            for variant, one in zip(of, params, strict=True)
+        ]
+        states = [
+            state_of(optimizer, rule, one.tensor, flags[variant], own_codecs, complete_state)
+            for variant, one, own_codecs in zip(of, params, codecs, strict=True)
+        ]
+        self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
+        by_variant = sorted(range(len(params)), key=of.__getitem__)
+        for part in (*rule.state, *rule.scalar_state):
+            tensors = [params[i].tensor for i in by_variant]
+            lay_end_to_end(tensors, [states[i] for i in by_variant], part.name)
+        in_memory = [_place_in_memory(rule, state) for state in states]
         # Addresses differ from run to run, so buffers are numbered in the order of parameters.
         buffers = {buffer: number for number, (buffer, _) in enumerate(in_memory)}
         keys = [(of[i], buffers[buffer], offset) for i, (buffer, offset) in enumerate(in_memory)]
-        order = sorted(range(len(stepped_params)), key=keys.__getitem__)
-        places = {id(p): place for place, p in enumerate(gradients.params_of(groups))}
-        self.stepped_params: list[ParamWithGrad] = [stepped_params[i] for i in order]
+        order = sorted(range(len(params)), key=keys.__getitem__)
+        self.stepped_params: list[ParamWithGrad] = [params[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.for_one_step: list[int] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
-        self.states: list[Tensor] = []
-        self.reusable_rows: dict[int, KeptRow] = {}
+        self.states: list[Any] = []
+        self.written: list[list[Tensor]] = []
         for number, i in enumerate(order):
-            one, state, same = stepped_params[i], states[i], old_rows[i]
-            group, param, present = groups[one.group], one.tensor, id(one.tensor) in with_grad
-            if present:
-                values = gradients.values_of(masters.holder(group, param))
-            else:
-                values = reusable_rows[id(param)].like
-            if same is not None and not self._fits(same.row, state, values):
-                codecs[i], same = codecs_of(rule, self.flags[of[i]], group, param), None
-            if same is not None:
-                row, master = same.row, same.master
-                self.reusable_rows[id(param)] = same
-            else:
-                n_copies = len(self.copies)
-                master = masters.of(group, param)
-                where = codecs[i], state, places[id(param)], values.dtype
-                row = self._row(one, self.flags[of[i]], *where)
-                like = _like_gradient(row)
-                if like is not None and len(self.copies) == n_copies and not param.is_complex():
-                    written_tensors = [*row.outputs, *(x for x in row.scales if x is not None)]
-                    memory = list(map(address_range, written_tensors))
-                    self.reusable_rows[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
-            if master is not None:
+            one, state, n_copies = params[i], states[i], len(self.copies)
+            group, param = groups[one.group], one.tensor
+            holder = masters.holder(group, param)
+            values = None if holder.grad is None else gradients.values_of(holder)
+            grad_dtype = absent[id(param)] if values is None else values.dtype
+            row = self._row(one, flags[of[i]], codecs[i], state, grad_dtype)
+            like = like_gradient(row) if values is None else values
+            assert row.param is not None and like is not None
+            grad = dense_like(like, row.param)
+            if param.is_complex() or len(self.copies) > n_copies:
+                self.for_one_step.append(number)
+            written = [state[part.name] for part in rule.all_state_for(row.flags)]
+            if (master := masters.of(group, param)) is not None:
                 self.masters.append((number, master))
-            assert row.param is not None
-            grad = dense_like(values, row.param)
+                written.append(master)
+            written += [] if row.keys is None else [row.keys]
+            written += [scales for scales in row.scales if scales is not None]
             row.group, row.owner = of[i], one.owner
             row.in_norm = agreement is None or agreement.in_norm(param, one.group, one.owner.key)
             self.rows.append(row)
-            self.grads.append(grad if present else None)
+            self.grads.append(None if values is None else grad)
             self.layouts.append(grad)
-            self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
-            self.states += [] if row.keys is None else [row.keys]
-            self.states += [scales for scales in row.scales if scales is not None]
+            self.written.append(written)
+            self.states.append(optimizer.state.get(param))
 
-    def _fits(self, row: ParamRow, state: dict[str, Any], values: Tensor) -> bool:
-        """Whether ``row`` is right for a gradient; ``widen_scalars`` may have replaced states."""
-        parts = self._rule.scalar_state
-        return row.grad_dtype == values.dtype and all(
-            scalar is None or scalar is state[part.name]
-            for scalar, part in zip(row.scalars, parts, strict=True)
-        )
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """The index of each parameter among all of the optimizer, by ``id``."""
+        params = gradients.params_of(self._optimizer.param_groups)
+        return {id(param): place for place, param in enumerate(params)}
 
     def _row(
         self,
@@ -196,7 +155,6 @@ class RuleRows:
         flags: tuple[bool, ...],
         codecs: tuple[Codec | None, ...],
         state: dict[str, Any],
-        place: int,
         grad_dtype: torch.dtype,
     ) -> ParamRow:
         """The row of one parameter.
@@ -206,7 +164,6 @@ class RuleRows:
             flags: values of ``rule.flags`` for it.
             codecs: the codec of each elementwise state, or ``None``.
             state: its state, complete.
-            place: its index among all parameters of the optimizer.
             grad_dtype: dtype of its gradient.
         """
         index, param, owner = stepped_param
@@ -216,6 +173,7 @@ class RuleRows:
         low = master if master is not None and master.dtype == LOW_BITS else None
         rounds, is_coded = _is_rounded_stochastically(group, param), any(codecs)
         draws = rounds or is_coded or low is not None
+        place = self._places[id(param)] if draws or rule.draws else 0
         keys = keys_of(self._optimizer, param, place) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
@@ -296,7 +254,7 @@ def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
     )
 
 
-def _like_gradient(row: ParamRow) -> Tensor | None:
+def like_gradient(row: ParamRow) -> Tensor | None:
     """A tensor of ``row`` that has the layout of its gradient; ``None`` if there is none."""
     tensors = (row.param, row.copy)
     return next((t for t in tensors if t is not None and t.dtype == row.grad_dtype), None)

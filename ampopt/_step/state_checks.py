@@ -18,10 +18,11 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
+from ampopt_kernels.native.objects import addresses, sizes
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import address_range, is_dense, share_memory
 
-__all__ = ["CheckedParam", "check_master", "check_states"]
+__all__ = ["CheckedParam", "check_master", "check_states", "may_overlap"]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -56,12 +57,7 @@ tensor.
 """
 
 
-def check_states(
-    rule: Rule,
-    params_to_check: Iterable[CheckedParam],
-    others: Iterable[CheckedParam] = (),
-    memory_of_others: Iterable[tuple[int, int]] = (),
-) -> None:
+def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> None:
     """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
@@ -71,9 +67,6 @@ def check_states(
     Args:
         rule: the rule.
         params_to_check: the parameters whose states to check.
-        others: parameters that the step updates too, whose states have passed this check before.
-            They are read only if the states to check may share memory with theirs.
-        memory_of_others: the address ranges of ``others`` and their states.
 
     Raises:
         TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
@@ -85,10 +78,6 @@ def check_states(
     for one in params_to_check:
         _check_state(rule, one)
         _add_memory(memory_by_device, rule, one)
-    ranges_of_others = [*memory_of_others]
-    if ranges_of_others and _overlap_somewhere(ranges_of_others, *memory_by_device.values()):
-        for one in others:
-            _add_memory(memory_by_device, rule, one)
     for memory in memory_by_device.values():
         _check_no_overlap(memory)
 
@@ -285,14 +274,23 @@ def _check_no_overlap(memory: list[_WrittenTensor]) -> None:
             reach = max(reach, end)
 
 
-def _overlap_somewhere(ranges: list[tuple[int, int]], *memories: list[_WrittenTensor]) -> bool:
-    """Whether any two address ranges overlap, of ``ranges`` and of tensors on any device."""
-    reach = 0
-    for start, end in sorted([*ranges, *(one[:2] for memory in memories for one in memory)]):
-        if start < reach:
-            return True
-        reach = max(reach, end)
-    return False
+def may_overlap(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the address range of one of ``tensors`` overlaps that of one of ``others``.
+
+    Args:
+        tensors: local, strided tensors.
+        others: the same; dense, as there may be thousands, for each of which no Python runs.
+    """
+    if not (tensors and others):
+        return False
+    ranges = torch.tensor(list(map(address_range, tensors)), device="cpu")
+    starts, ends = ranges.sort(0).values.unbind(1)
+    first = torch.frombuffer(addresses(others), dtype=torch.int64)
+    last = first + torch.frombuffer(sizes(others), dtype=torch.int64)
+    # Of those that start before another one ends, all but those that end before it starts.
+    overlapping = torch.searchsorted(starts.contiguous(), last)
+    overlapping -= torch.searchsorted(ends.contiguous(), first, right=True)
+    return bool(overlapping.any())
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

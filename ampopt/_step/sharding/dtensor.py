@@ -13,6 +13,7 @@ from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
 __all__ = [
     "as_replicated",
     "from_local_like",
+    "has_placed_gradient",
     "is_dtensor",
     "local",
     "local_of_each",
@@ -66,6 +67,13 @@ def redistribute_gradient(param: Any) -> None:
     grad = param.grad
     if (placed_grad := placed_as(grad, param)) is not grad:
         param.grad = placed_grad
+
+
+def has_placed_gradient(param: Any) -> bool:
+    """Whether ``param`` has no gradient that :func:`redistribute_gradient` would redistribute."""
+    grad = param.grad
+    both = is_dtensor(grad) and is_dtensor(param)
+    return not both or grad.placements == param.placements
 
 
 def placed_as(tensor: Any, like: Any) -> Any:

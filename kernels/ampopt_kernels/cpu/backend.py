@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.blocks import Bundles
+from ampopt_kernels.cpu.blocks import Block, Bundles
 from ampopt_kernels.cpu.bundles import Bundle, Numbers, Slices
 from ampopt_kernels.cpu.scalars import ScalarRows, scalars_on_host
 from ampopt_kernels.cpu.sums import sum_of_squares
@@ -57,8 +57,12 @@ class CpuBackend(Backend):
     accumulate = accumulate_gradients
 
     @abstractmethod
-    def _prepare_functions(self, work: Work) -> bool:
-        """Set :attr:`Bundle.functions` of every bundle.
+    def _prepare_functions(self, work: Work, bundles: list[tuple[Block, Bundle]]) -> bool:
+        """Set :attr:`Bundle.functions` of ``bundles``; append these to ``update_bundles``.
+
+        Args:
+            work: the rows.
+            bundles: some of ``work.backend_rows.bundles``.
 
         Returns:
             Whether they are final. If not, the next step prepares them again.
@@ -81,10 +85,14 @@ class CpuBackend(Backend):
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
         if not isinstance(work.backend_rows, Bundles):
-            work.backend_rows = Bundles.of(work)
-        if work.backend_rows.prepared_by is not self:
-            work.backend_rows.update_bundles = work.backend_rows.bundles
-            work.backend_rows.prepared_by = self if self._prepare_functions(work) else None
+            work.backend_rows = Bundles()
+        rows, new = work.backend_rows, []
+        if rows.rows_version != work.rows_version:
+            new = rows.take(work)
+        if rows.prepared_by is not self:
+            rows.update_bundles, new = [], rows.bundles
+        if new or rows.prepared_by is not self:
+            rows.prepared_by = self if self._prepare_functions(work, new) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:
         """Return what :meth:`Backend.detect` does."""
@@ -246,11 +254,12 @@ class Cpu(CpuBackend):
     name = "eager"
     detect = CpuBackend._detect
 
-    def _prepare_functions(self, work: Work) -> bool:
+    def _prepare_functions(self, work: Work, bundles: list[tuple[Block, Bundle]]) -> bool:
         """Give each bundle torch functions. Returns whether the functions are final: they are."""
         assert work.rule is not None
-        for _, bundle in work.backend_rows.bundles:
+        for _, bundle in bundles:
             bundle.functions = torch_functions(work.rule, bundle)
+        work.backend_rows.update_bundles += bundles
         return True
 
     def _scalars(

@@ -8,7 +8,7 @@ copied to scratch and back. Step counts differ only where some step had no gradi
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class Block:
         scalars: for each scalar state, a view or scratch of shape (rows,); ``None`` where the flags
             omit it.
         scattered: copies scalar states that are not adjacent in memory to scratch and back.
-        bundles: the bundles that the rows are divided into.
     """
 
     group: int
@@ -46,7 +45,6 @@ class Block:
     start: int
     scalars: list[Tensor | None] = field(default_factory=list)
     scattered: list[Copies] = field(default_factory=list)
-    bundles: list[Bundle] = field(default_factory=list)
 
     @staticmethod
     def of(rows: list[ParamRow], start: int) -> "Block":
@@ -64,7 +62,6 @@ class Block:
             start,
             [values for values, _ in scalars],
             [copies for _, copies in scalars if copies is not None],
-            Bundle.all_of(rows, start),
         )
 
     def before_reduce(
@@ -138,37 +135,74 @@ class Bundles:
         update_bundles: the same rows as ``update`` takes them; a backend may divide bundles more.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
+        rows_version: :attr:`Work.rows_version` of the rows in them; ``None`` without rows.
+        n_first: the number of rows that :meth:`take` divided first.
     """
 
-    bundles: list[tuple[Block, Bundle]]
+    bundles: list[tuple[Block, Bundle]] = field(default_factory=list)
+    update_bundles: list[tuple[Block, Bundle]] = field(default_factory=list)
     prepared_by: Any = None
-    update_bundles: list[tuple[Block, Bundle]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Update bundles as they are, until a backend divides them."""
-        self.update_bundles = self.bundles
+    rows_version: int | None = None
+    n_first: int = 0
 
     def gather(self, work: Work) -> list[Tensor]:
         """Return the gradients of this step as ``update`` reads them."""
         grads: list[Any] = [bundle.gather(work) for _, bundle in self.update_bundles]
         return grads if work.present is None else [grad for grad in grads if grad is not None]
 
-    @staticmethod
-    def of(work: Work) -> "Bundles":
-        """Divide the rows of ``work`` into blocks and bundles."""
+    def take(self, work: Work) -> list[tuple[Block, Bundle]]:
+        """Divide the rows of ``work`` into blocks and bundles.
+
+        Blocks of the rows that were divided first stay as they are. Those of rows that were
+        appended since are made again at each call.
+
+        Returns:
+            The new bundles, which are the last of :attr:`bundles`. A backend has to prepare them
+            and append them to :attr:`update_bundles`.
+        """
+        self._drop_retired(work)
         blocks: list[list[ParamRow]] = []
-        for row in work.rows:
+        for row in work.rows[self.n_first :]:
             if blocks and _advance_together(blocks[-1][-1], row):
                 blocks[-1].append(row)
             else:
                 blocks.append([row])
-        starts = accumulate((len(rows) for rows in blocks), initial=0)
-        block_list = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        return Bundles([(block, bundle) for block in block_list for bundle in block.bundles])
+        starts = accumulate((len(rows) for rows in blocks), initial=self.n_first)
+        in_use = (at for at in zip(blocks, starts, strict=False) if at[0][0].param is not None)
+        new = [
+            (block, bundle)
+            for block in starmap(Block.of, in_use)
+            for bundle in Bundle.all_of(block.rows, block.start)
+        ]
+        self.bundles += new
+        if self.rows_version is None:
+            self.n_first = len(work.rows)
+        self.rows_version = work.rows_version
+        return new
+
+    def _drop_retired(self, work: Work) -> None:
+        """Drop the bundles of rows that were not divided first, or of a single retired row."""
+        retired, n_first = work.retired, self.n_first
+        for block in {id(block): block for block, _ in self.bundles}.values():
+            for place in (index - block.start for index in retired):
+                if 0 <= place < len(block.rows):
+                    block.rows[place] = work.rows[block.start + place]
+        self.bundles, self.update_bundles = (
+            [
+                (block, bundle)
+                for block, bundle in bundles
+                if block.start < n_first
+                and not (bundle.copies is None and bundle.among[0] in retired)
+            ]
+            for bundles in (self.bundles, self.update_bundles)
+        )
 
 
 def _advance_together(last: ParamRow, row: ParamRow) -> bool:
-    """Whether ``row`` may follow ``last`` in a block: same group, same scalars present."""
-    return last.group == row.group and all(
+    """Whether ``row`` may follow ``last`` in a block: same group, same scalars present.
+
+    Rows that were retired are in blocks of their own, which have no bundles.
+    """
+    return (last.group, last.param is None) == (row.group, row.param is None) and all(
         (a is None) is (b is None) for a, b in zip(last.scalars, row.scalars, strict=True)
     )

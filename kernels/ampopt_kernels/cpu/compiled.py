@@ -175,7 +175,7 @@ class Compiled(CpuBackend):
         """Whether all gradients are finite; may be false although they are, until C++ is loaded."""
         return sums_are_finite(grads) if numbers.loaded is None else numbers.all_finite(grads)
 
-    def _prepare_functions(self, work: Work) -> bool:
+    def _prepare_functions(self, work: Work, bundles: list[tuple[Block, Bundle]]) -> bool:
         """Give each bundle its functions: compiled ones that are ready, else timed torch ones.
 
         Returns whether these functions are final.
@@ -183,8 +183,8 @@ class Compiled(CpuBackend):
         rule = work.rule
         assert rule is not None
         decided, has_function = True, False
-        elements = sum(bundle.param.numel() for _, bundle in work.backend_rows.bundles)
-        for block, bundle in work.backend_rows.bundles:
+        elements = sum(bundle.param.numel() for _, bundle in bundles)
+        for block, bundle in bundles:
             bundle.functions = torch_functions(rule, bundle)
             if bundle.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
@@ -206,14 +206,13 @@ class Compiled(CpuBackend):
                 )
         if has_function and self._loaded(numbers.library(), wanted=True) is not None:
             numbers.loops()
-            for block, bundle in work.backend_rows.bundles:
+            for block, bundle in bundles:
                 if bundle.copies is not None:
                     bundle.copies = _native(bundle.copies)
                 bundle.scattered = list(map(_native, bundle.scattered))
                 block.scattered = list(map(_native, block.scattered))
-        work.backend_rows.update_bundles = list(
-            chain.from_iterable(starmap(_in_place, work.backend_rows.bundles))
-        )
+        in_place = chain.from_iterable(starmap(_in_place, bundles))
+        work.backend_rows.update_bundles += in_place
         return self._broken or (decided and (numbers.loaded is not None or not has_function))
 
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:

@@ -115,7 +115,7 @@ class NativeCopies(Copies):
         where, sizes = addresses(list(params)), self._bytes[scratch.element_size()]
         starts = where.buffer_info()[0], sizes.buffer_info()[0]
         self._arguments = (*starts, len(where), scratch.data_ptr())
-        self._alive = where, scratch  # the arguments are pointers into these
+        self._alive = where, scratch, params  # the arguments are pointers into these
         self._grads = where  # as if every gradient had been there
 
     def gather(self, grads: list[Any], scratch: Tensor) -> None:

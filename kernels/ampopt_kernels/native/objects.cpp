@@ -47,6 +47,14 @@ extern "C" int addresses(PyObject* tensors, int64_t* numbers) {
     });
 }
 
+// Writes how many bytes the elements of each tensor take.
+extern "C" int sizes(PyObject* tensors, int64_t* numbers) {
+    return all_of(tensors, [&](PyObject* tensor) {
+        *numbers++ = THPVariable_Unpack(tensor).nbytes();
+        return true;
+    });
+}
+
 extern "C" int bump_versions(PyObject* tensors) {
     return all_of(tensors, [](PyObject* tensor) {
         THPVariable_Unpack(tensor).unsafeGetTensorImpl()->bump_version();
@@ -85,14 +93,19 @@ extern "C" int64_t layouts(PyObject* tensors, int64_t* numbers, int64_t room) {
     return are_tensors ? n : -1;
 }
 
-// Whether ``tensors`` have the known layouts; None fits any. Writes to the bytearray ``present``
-// which are not None.
+// Whether ``tensors`` have the known layouts; None fits any. Writes to the bytearray ``present`` for
+// each 0 if it is None, 1 if it has its known layout, and 2 if it has another.
 extern "C" int laid_out(PyObject* tensors, const int64_t* numbers, PyObject* present) {
     char* there = PyByteArray_AS_STRING(present);
-    return all_of(tensors, [&](PyObject* tensor) {
-        *there = tensor != Py_None;
-        if (*there++) return layout(tensor, [&](int64_t number) { return number == *numbers++; });
+    bool same = true;
+    const bool read = all_of(tensors, [&](PyObject* tensor) {
+        const int64_t* known = numbers;
+        const auto is_known = [&](int64_t number) { return number == *known++; };
+        *there = tensor == Py_None ? 0 : layout(tensor, is_known) ? 1 : 2;
+        same = same && *there < 2;
+        ++there;
         numbers += 6 + 2 * numbers[5];  // numbers[5] is the number of dimensions
         return true;
     });
+    return same && read;
 }

@@ -13,8 +13,9 @@ import functools
 import operator
 import sysconfig
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress, islice
+from itertools import accumulate, chain, compress, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ampopt_kernels.native.build import Library
 
-__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
+__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops", "sizes"]
 
 QUESTIONS = 1000
 """Checks that run in Python before the compiler is started: about a hundred steps."""
@@ -105,7 +106,7 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     functions.hold.argtypes = (objects, pointer, objects, objects)
-    functions.addresses.argtypes = (objects, pointer)
+    functions.addresses.argtypes = functions.sizes.argtypes = (objects, pointer)
     functions.laid_out.argtypes = (objects, pointer, objects)
     functions.bump_versions.argtypes = (objects,)
     functions.layouts.argtypes, functions.layouts.restype = (objects, pointer, count), count
@@ -131,6 +132,16 @@ def addresses(tensors: list[Any]) -> array:
         return array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
+def sizes(tensors: list[Tensor]) -> array:
+    """Return how many bytes the elements of each tensor take, as 64-bit integers."""
+    library = loops.get()
+    if library is not None:
+        numbers = array("q", bytes(8 * len(tensors)))
+        if library.sizes(tensors, numbers.buffer_info()[0]):
+            return numbers
+    return array("q", list(map(operator.attrgetter("nbytes"), tensors)))
+
+
 def bump_versions(tensors: list[Tensor]) -> None:
     """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
     library = loops.get()
@@ -144,10 +155,15 @@ class IdentityGuard:
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
         """Store the members of ``containers``: of a dict, its keys and values."""
         self._containers = list(containers)
-        self._views = [c.values() for c in self._containers if isinstance(c, dict)]
+        self._dicts = [c for c in self._containers if isinstance(c, dict)]
         self._sizes = array("q", map(len, self._containers))
         self._members = list(chain.from_iterable(self._containers))
-        self._values = list(chain.from_iterable(self._views))
+        self._values = list(self._values_now())
+
+    def _values_now(self) -> Iterator[Any]:
+        """The values of the dicts."""
+        # No list of views: so many new objects would start the garbage collector.
+        return chain.from_iterable(map(dict.values, self._dicts))
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects in the same order."""
@@ -158,13 +174,24 @@ class IdentityGuard:
         return (
             array("q", map(len, self._containers)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._containers), self._members))
-            and all(map(operator.is_, chain.from_iterable(self._views), self._values))
+            and all(map(operator.is_, self._values_now(), self._values))
         )
 
     def changed(self) -> list[list[Any] | dict[Any, Any]]:
         """Return the containers that have other members now."""
         if self.unchanged():
             return []
+        sizes = array("q", map(len, self._containers))
+        if sizes == self._sizes:
+            members = chain.from_iterable(self._containers)
+            changed = [
+                *map(self._containers.__getitem__, _places(members, self._members, sizes)),
+                *map(
+                    self._dicts.__getitem__,
+                    _places(self._values_now(), self._values, map(len, self._dicts)),
+                ),
+            ]
+            return list({id(container): container for container in changed}.values())
         changes, members, values = [], iter(self._members), iter(self._values)
         for container, size in zip(self._containers, self._sizes, strict=True):
             before = list(islice(members, size))
@@ -175,6 +202,19 @@ class IdentityGuard:
             if len(before) != len(now) or not all(map(operator.is_, before, now)):
                 changes.append(container)
         return changes
+
+
+def _places(now: Iterable[Any], before: list[Any], sizes: Iterable[int]) -> list[int]:
+    """The indices of the containers of which a member is another object than before.
+
+    Args:
+        now: the members of all containers, one container after another.
+        before: their earlier members.
+        sizes: the size of each container, now as before.
+    """
+    ends = list(accumulate(sizes))
+    places = compress(count(), map(operator.is_not, now, before))
+    return list(dict.fromkeys(bisect_right(ends, place) for place in places))
 
 
 class LayoutGuard:
@@ -221,6 +261,45 @@ class LayoutGuard:
         )
         return present if alike else None
 
+    def changed(self, tensors: list[Any]) -> list[int]:
+        """Return the index of each of ``tensors``, as many as are stored, with another layout."""
+        if self._numbers is not None:
+            library, present = loops.get(), bytearray(b"\2") * self._n
+            assert library is not None
+            library.laid_out(tensors, self._numbers.buffer_info()[0], present)
+            return [index for index, byte in enumerate(present) if byte == 2]
+        properties = self._properties or []
+        return [
+            index
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and any(of(tensor) != stored[index] for of, stored in properties)
+        ]
+
+    def extend(self, tensors: list[Tensor]) -> bool:
+        """Store the layouts of further ``tensors``, behind those that are stored.
+
+        Returns:
+            Whether that was possible. It is not where Python compares, and other properties tell
+            the further tensors apart; nothing is stored then.
+        """
+        if self._numbers is not None:
+            if (numbers := _numbers(tensors)) is None:
+                return False
+            self._numbers += numbers
+        else:
+            properties = list(_properties_of(tensors))
+            assert self._properties is not None
+            if properties != [of for of, _ in self._properties]:
+                return False
+            for of, stored in self._properties:
+                stored += map(of, tensors)
+        self._n += len(tensors)
+        self._classes.update(map(type, tensors))
+        return True
+
+
+_BASIC = (type, *map(operator.attrgetter, ("layout", "dtype", "device", "shape")))
+
 
 def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
     """Yield the properties that make the layouts of ``tensors``, those first that tell most apart.
@@ -228,7 +307,7 @@ def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
     Each is a C function, so that ``map`` runs no Python for a tensor. For contiguous tensors the
     strides, and for real ones the conjugate bit, need no comparison of their own.
     """
-    yield from (type, *map(operator.attrgetter, ("layout", "dtype", "device", "shape")))
+    yield from _BASIC
     # Both fail for sparse tensors, whose layouts differ already.
     yield Tensor.is_contiguous if all(map(Tensor.is_contiguous, tensors)) else Tensor.stride
     yield Tensor.is_neg

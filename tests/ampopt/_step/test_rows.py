@@ -1,5 +1,6 @@
-"""Steps in which other parameters have gradients: kept rows give the results of a new plan."""
+"""Steps that change what is stepped: a plan that is kept or extended steps as a new one."""
 
+import gc
 import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from support.counted_operations import counted
 from support.gpus import ON_A_GPU
 from support.langevin import Langevin
 from support.strategies import fewer
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import state_checks
+from ampopt._step import plan, state_checks
 from ampopt._step.rows import RuleRows
 from ampopt.testing.bits import assert_same, everything
 
@@ -38,12 +40,55 @@ SHAPES = [(3,), (2, 4), (4, 2), (2, 4), (5,), (2, 4)]
 
 
 class Step(NamedTuple):
-    """One step of a training: which parameters have gradients, and by which calls it is made."""
+    """One step of a training.
+
+    Attributes:
+        present: which parameters have gradients.
+        how: by which calls the step is made.
+        size: a factor of the gradients.
+        overflows: the parameter whose gradient overflows; -1 for none.
+        change: what is done before the step; a key of :data:`REPLACED`.
+    """
 
     present: frozenset[int]
     how: str
     size: float
     overflows: int
+    change: str = "nothing"
+
+
+def replace_states(params: list[Parameter], optimizer: Any, index: int, n: int) -> None:
+    """Replace ``n`` states of a parameter by equal tensors."""
+    state = optimizer.state.get(params[index], {})
+    for name in [name for name, value in state.items() if isinstance(value, torch.Tensor)][:n]:
+        state[name] = state[name].clone(memory_format=torch.preserve_format)
+
+
+def lay_gradient_out_otherwise(params: list[Parameter]) -> None:
+    if params[1].grad is not None:
+        params[1].grad = params[1].grad.t().contiguous().t()
+
+
+def add_group(params: list[Parameter], optimizer: Any) -> None:
+    params.append(Parameter(torch.ones(2, 3, dtype=params[0].dtype)))
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+    appear(params, optimizer)
+
+
+def appear(params: list[Parameter], optimizer: Any) -> None:
+    params[-1].grad = torch.ones_like(params[-1])
+
+
+REPLACED: dict[str, Any] = {
+    "nothing": lambda params, optimizer: None,
+    "a state": lambda params, optimizer: replace_states(params, optimizer, 2, 1),
+    "all states": lambda params, optimizer: replace_states(params, optimizer, 1, 9),
+    "memory": lambda params, optimizer: setattr(params[3], "data", params[3].data.clone()),
+    "no state": lambda params, optimizer: optimizer.state.pop(params[0], None),
+    "a group more": add_group,
+    "layout of a gradient": lambda params, optimizer: lay_gradient_out_otherwise(params),
+}
+"""What is done to parameters, gradients and states before a step."""
 
 
 STEPS = st.builds(
@@ -52,6 +97,7 @@ STEPS = st.builds(
     st.sampled_from(["at once", "clipped", "unscaled first", "accumulated", "plain", "closure"]),
     st.sampled_from([0.5, 1.0, 4.0]),
     st.sampled_from([-1, -1, -1, 0, 1, 5]),
+    st.sampled_from(sorted(REPLACED)),
 )
 
 
@@ -65,6 +111,16 @@ TELLING = [
 """Steps between which step counts differ, and neighbours in one buffer gain and lose gradients."""
 ONE_DTYPE = [Step(frozenset({0}), "at once", 0.5, -1), Step(frozenset({1}), "at once", 0.5, -1)]
 """The first gradients are float32, and the second ones float64 for some kinds; so is their norm."""
+ALL = frozenset(range(len(SHAPES)))
+GROWING = [
+    Step(ALL - {2, 4}, "at once", 1.0, -1),
+    Step(ALL - {4}, "at once", 0.5, -1, "a group more"),
+    Step(ALL, "clipped", 4.0, -1, "a state"),
+    Step(ALL - {2}, "at once", 1.0, 0, "all states"),
+    Step(ALL, "at once", 1.0, -1, "memory"),
+    Step(ALL, "clipped", 0.5, -1, "layout of a gradient"),
+]
+"""Each step but the first changes what another plan was made of."""
 
 
 def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> list[Any]:
@@ -96,6 +152,7 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
                 grad = (torch.arange(float(p.numel())) % 5 - 2 + i % 3) * step.size
                 grad[-1] = float("inf") if step.overflows == i else grad[-1]
                 p.grad = grad.view(p.shape).to(p.dtype)
+        REPLACED[step.change](params, optimizer)
         if forgets:
             optimizer._ampopt.runner.drop_plan()
         if step.how == "at once":
@@ -120,10 +177,13 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton", ON_A_GPU], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_rows_step_as_new_rows(kind, backend):
+def test_a_plan_that_is_kept_or_extended_steps_as_a_new_one(kind, backend, monkeypatch):
+    monkeypatch.setattr(plan, "SHARE", 0)  # however much changes, no whole plan is made for that
+
     @fewer(0.5)
     @example(TELLING, True)
     @example(ONE_DTYPE, True)
+    @example(GROWING, False)
     @given(st.lists(STEPS, min_size=3, max_size=4), st.booleans())
     def check(steps, watched):
         torch.manual_seed(0)
@@ -143,11 +203,12 @@ def stepped(optimizer: Any, present: Iterable[Parameter]) -> None:
     optimizer.unscale_and_step(grads_scaled_by=2.0)
 
 
-def reasons(optimizer: Any) -> list[str]:
-    """The reasons for new plans since the last call of this function."""
-    counted = optimizer._ampopt.runner.reasons
-    found = list(counted.elements())
-    counted.clear()
+def reasons(optimizer: Any) -> tuple[list[str], list[str]]:
+    """The reasons for new plans, and for extensions, since the last call of this function."""
+    runner = optimizer._ampopt.runner
+    found = list(runner.reasons.elements()), list(runner.extensions.elements())
+    runner.reasons.clear()
+    runner.extensions.clear()
     return found
 
 
@@ -160,14 +221,14 @@ def of_parameters(n: int) -> tuple[list[Parameter], Any]:
 def test_sets_that_alternate_or_are_random_need_no_new_plan(backend):
     params, optimizer = of_parameters(6)
     stepped(optimizer, params)
-    assert reasons(optimizer) == ["the first step"]
+    assert reasons(optimizer) == (["the first step"], [])
     draw = random.Random(0)
     for present in ([], params[:1], params[1:], *(draw.sample(params, 4) for _ in range(4))):
         stepped(optimizer, present)
     params[2].requires_grad_(False)
     stepped(optimizer, params[:2])
     stepped(optimizer, params)
-    assert reasons(optimizer) == []
+    assert reasons(optimizer) == ([], [])
 
 
 @pytest.mark.parametrize("backend", ["eager"], indirect=True)
@@ -180,12 +241,12 @@ def test_parameters_that_appeared_in_different_steps_are_stepped_as_few_operatio
         return min(counted(lambda: stepped(optimizer, params)).total() for _ in range(2))
 
     at_once = operations([12, *range(1, 12)])  # with the same step counts
-    assert operations(range(1, 13)) <= at_once + 6  # copies of two averages and a count, and back
+    # One more bundle, and copies of two averages and a count, and back.
+    assert operations(range(1, 13)) <= at_once + 30
 
 
 def replace_state(params: list[Parameter], optimizer: Any) -> None:
-    state = optimizer.state[params[1]]
-    state["exp_avg"] = state["exp_avg"].clone()
+    replace_states(params, optimizer, 1, 1)
 
 
 def move_state(params: list[Parameter], optimizer: Any) -> None:
@@ -193,7 +254,7 @@ def move_state(params: list[Parameter], optimizer: Any) -> None:
     average.data = average.data.clone()
 
 
-CHANGES: dict[str, tuple[Any, str]] = {
+EXTENDING: dict[str, tuple[Any, str]] = {
     "moved": (
         lambda params, _: setattr(params[1], "data", params[1].data.clone()),
         "group 0, parameter 1 was moved to other memory",
@@ -204,13 +265,16 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda params, optimizer: optimizer.state.pop(params[1]),
         "states were added to optimizer.state, or removed",
     ),
-    "loaded": (
-        lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-        "optimizer.state was replaced",
-    ),
     "group": (
         lambda _, optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(3))]}),
         "a param group was added or removed",
+    ),
+    "first gradient": (appear, "group 0, parameter 11 has a gradient for the first time"),
+}
+MAKING: dict[str, tuple[Any, str]] = {
+    "loaded": (
+        lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        "optimizer.state was replaced",
     ),
     "flag": (
         lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.0),
@@ -228,56 +292,49 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_that_is_made_again_says_why(change):
-    apply, reason = CHANGES[change]
-    params, optimizer = of_parameters(3)
-    stepped(optimizer, params)
+@pytest.mark.parametrize("change", [*EXTENDING, *MAKING])
+def test_a_plan_that_is_extended_or_made_again_says_why(change):
+    apply, reason = (EXTENDING | MAKING)[change]
+    params, optimizer = of_parameters(12)
+    stepped(optimizer, params[:-1])
     stepped(optimizer, params[:2])
-    assert reasons(optimizer) == ["the first step"]
+    assert reasons(optimizer) == (["the first step"], [])
     apply(params, optimizer)
-    stepped(optimizer, params)
-    stepped(optimizer, params[1:])
-    assert reasons(optimizer) == [reason]
+    with_grads = params if change == "first gradient" else params[:-1]
+    stepped(optimizer, with_grads)
+    stepped(optimizer, with_grads[1:])
+    assert reasons(optimizer) == (([], [reason]) if change in EXTENDING else ([reason], []))
 
 
-def test_a_parameter_that_appears_is_the_reason_and_others_keep_their_rows():
-    params, optimizer = of_parameters(3)
-    stepped(optimizer, params[:2])
-    known = dict(optimizer._ampopt.runner.plan.reusable_rows)
-    stepped(optimizer, params[1:])
-    assert reasons(optimizer) == [
-        "the first step",
-        "group 0, parameter 2 has a gradient for the first time",
-    ]
-    kept = optimizer._ampopt.runner.plan.reusable_rows
-    assert all(kept[id(p)].row is known[id(p)].row for p in params[:2])
+def test_a_whole_plan_is_made_after_many_changes():
+    params, optimizer = of_parameters(24)
+    stepped(optimizer, params[:16])
+    reasons(optimizer)
+    for n in range(17, 25):
+        stepped(optimizer, [params[0], *params[8:n]])
+    made, extended = reasons(optimizer)
+    assert len(made) == 1 and len(extended) == 7
+    stepped(optimizer, params)  # the whole plan has rows of those that had no gradient then
+    assert reasons(optimizer) == ([], [])
+    assert [int(optimizer.state[p]["step"]) for p in (params[1], params[8])] == [2, 10]
 
 
-def test_only_the_row_whose_state_was_replaced_is_made_again():
-    params, optimizer = of_parameters(3)
-    stepped(optimizer, params)
-    known = dict(optimizer._ampopt.runner.plan.reusable_rows)
-    replace_state(params, optimizer)
-    stepped(optimizer, params)
-    kept = optimizer._ampopt.runner.plan.reusable_rows
-    assert [kept[id(p)].row is known[id(p)].row for p in params] == [True, False, True]
-
-
-def appear(params: list[Parameter], optimizer: Any) -> None:
-    params[-1].grad = torch.ones_like(params[-1])
-
-
-def add_group(params: list[Parameter], optimizer: Any) -> None:
-    params.append(Parameter(torch.ones(2, 3)))
-    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
-    appear(params, optimizer)
+def test_a_whole_plan_is_made_after_many_steps_without_a_change(monkeypatch):
+    monkeypatch.setattr(plan, "SETTLED", 3)
+    params, optimizer = of_parameters(12)
+    for n in (11, *[12] * 9):
+        stepped(optimizer, params[:n])
+    assert reasons(optimizer) == (
+        ["the first step", "the plan was extended, and 3 steps have changed nothing since"],
+        ["group 0, parameter 11 has a gradient for the first time"],
+    )
 
 
 @pytest.mark.parametrize("change", [appear, add_group, replace_state])
 def test_a_change_of_one_parameter_makes_one_row_and_checks_one_state(change, monkeypatch):
-    params, optimizer = of_parameters(6)
-    stepped(optimizer, params[:5])
+    params, optimizer = of_parameters(12)
+    stepped(optimizer, params[:11])
+    rows = optimizer._ampopt.runner.plan.works[0].rows.copy()
     made, checked = [], []
     make, check = RuleRows._row, state_checks._check_state
     monkeypatch.setattr(RuleRows, "_row", lambda *a: made.append(a[1].tensor) or make(*a))
@@ -289,12 +346,48 @@ def test_a_change_of_one_parameter_makes_one_row_and_checks_one_state(change, mo
     expected = params[1] if change is replace_state else params[-1]
     assert len(made) == len(checked) == 1
     assert made[0] is checked[0] is expected
+    rows_now = optimizer._ampopt.runner.plan.works[0].rows
+    assert [rows_now[i] is not row for i, row in enumerate(rows)] == [
+        change is replace_state and row.param is not None and row.owner.key == id(params[1])
+        for row in rows
+    ]
 
 
-def test_rows_are_kept_only_if_all_tensors_have_the_layout_that_they_had():
-    params, optimizer = of_parameters(3)
-    stepped(optimizer, params[:2])
-    optimizer.state[params[0]]["exp_avg"].resize_(1)  # in the same memory, so that a plan lives on
-    appear(params, optimizer)
-    with pytest.raises(ValueError, match=r"exp_avg of group 0, parameter 0 has shape \(1,\)"):
-        optimizer.step()
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+def test_the_memory_of_a_replaced_state_of_a_large_parameter_is_freed(backend):
+    params = [Parameter(torch.ones(30_000)), *(Parameter(torch.ones(3)) for _ in range(10))]
+    optimizer = ampopt.AdamW(params)
+    stepped(optimizer, params)
+    old = StorageWeakRef(optimizer.state[params[0]]["exp_avg"].untyped_storage())
+    replace_states(params, optimizer, 0, 9)
+    stepped(optimizer, params)
+    assert reasons(optimizer)[1] == ["a state of group 0, parameter 0 was replaced"]
+    gc.collect()
+    assert old.expired()
+
+
+def test_a_state_that_shares_memory_with_another_is_refused_where_a_plan_would_be_extended():
+    params, optimizer = of_parameters(12)
+    stepped(optimizer, params)
+    optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[7]]["exp_avg_sq"]
+    before = everything(optimizer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shares memory"):
+            stepped(optimizer, params)
+        assert_same(everything(optimizer), before, "after the refusal")
+    replace_state(params, optimizer)
+    stepped(optimizer, params)
+
+
+def test_an_invalid_state_of_a_new_row_changes_nothing_and_the_plan_goes_on():
+    params, optimizer = of_parameters(12)
+    stepped(optimizer, params[:11])
+    optimizer.state[params[11]]["exp_avg"] = torch.ones(5)
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=r"exp_avg of group 0, parameter 11 has shape \(5,\)"):
+        stepped(optimizer, params)
+    assert_same(everything(optimizer), before, "after the refusal")
+    del optimizer.state[params[11]]["exp_avg"]
+    stepped(optimizer, params)
+    assert [int(optimizer.state[p]["step"]) for p in (params[0], params[11])] == [2, 1]
+    assert reasons(optimizer)[0] == ["the first step"]

@@ -266,7 +266,7 @@ def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
 
     Returns:
         The collectives of each step; how many gradients had their placements compared with those of
-        their parameters in steps that made no plan; and the reasons for plans.
+        their parameters in steps that made no plan; and the reasons for plans and extensions.
     """
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -284,7 +284,8 @@ def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
             optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
         counts.append(mode.get_total_counts())
         compared += spy.call_count * (plan is optimizer._ampopt.runner.plan)
-    return counts, compared, dict(optimizer._ampopt.runner.reasons)
+    runner = optimizer._ampopt.runner
+    return counts, compared, dict(runner.reasons + runner.extensions)
 
 
 @pytest.mark.parametrize("layout", SHAPES)
