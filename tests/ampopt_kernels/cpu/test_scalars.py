@@ -30,6 +30,7 @@ from ampopt_kernels import (
     tl,
 )
 from ampopt_kernels.aot import count_hyper
+from ampopt_kernels.cpu import compiled
 from ampopt_kernels.cpu.scalars import ScalarRows, scalars_on_host, scalars_source
 from ampopt_kernels.sums import Sums
 
@@ -170,7 +171,19 @@ def _third_over(s, h):
 
 
 @pytest.mark.parametrize(("scalars", "exact"), [(_over, True), (_third_over, False)])
-def test_a_number_over_another_is_exact_if_torch_rounds_it_once(scalars, exact):
+def test_scalars_are_compiled_if_torch_rounds_each_quotient_once(scalars, exact, monkeypatch):
     """After a division by zero, torch computes anew what Python computed: 3 * (1 / x) for 3 / x."""
     rule = Rule(update=_update, scalars=scalars, hyper=("lr",), scalar_state=(State("n"),))
-    assert scalars_source(rule, (), (F32,), 3).exact == exact
+    on_host = []
+
+    def recorded(*arguments):
+        on_host.append(arguments)
+        return scalars_on_host(*arguments)
+
+    monkeypatch.setattr(compiled, "scalars_on_host", recorded)
+    h = (*COEFFICIENTS, 0.5)
+    ours, theirs = (ScalarRows(2, [torch.tensor([1.0, 49.0])], None) for _ in range(2))
+    numbers = compiled.Compiled()._scalars(rule, (), ours, h)
+    assert not on_host if exact else on_host
+    assert numbers.of_each(2) == scalars_on_host(rule, (), theirs, h).of_each(2)
+    assert scalars_source(rule, (), (F32,), len(h)).exact == exact
