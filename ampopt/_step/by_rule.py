@@ -184,7 +184,10 @@ class RuleRunner(RefersToOptimizer):
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        reason = self._no_plan if old_plan is None else old_plan.reason(optimizer, rule)
+        if change is not None:
+            reason = change.reason
+        else:
+            reason = self._no_plan if old_plan is None else old_plan.reason(optimizer, rule)
         if old_plan is not None and change is not None and extends:
             params = self.checks.check_plannable(rule, among=change.ids)
             self.checks.warn_of_float16(rule, ((index, p) for index, p, _ in params))

@@ -151,7 +151,16 @@ class Checks(RefersToOptimizer):
                 _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
-        check_states(rule, params_to_check)
+        others: list[tuple[str, Tensor]] = []
+        if among is None:
+            stepped_ids = {id(one.tensor) for one in stepped_params}
+            others = [
+                (gradients.name_at(group, index, position), param)
+                for index, group in enumerate(groups)
+                for position, param in enumerate(group["params"])
+                if id(param) not in stepped_ids and param.layout == torch.strided
+            ]
+        check_states(rule, params_to_check, others)
         return stepped_params
 
     def _checked_param(

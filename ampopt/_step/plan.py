@@ -80,6 +80,7 @@ class Change(NamedTuple):
         absent: if so, the dtype of the gradient of each parameter that has a row, but no gradient
             in this step, by ``id``.
         grads: the gradient of each row, as kernels read it, or ``None``.
+        reason: the change in words.
     """
 
     stale: set[int]
@@ -87,6 +88,7 @@ class Change(NamedTuple):
     is_large: bool
     absent: dict[int, torch.dtype]
     grads: list[Any]
+    reason: str
 
 
 class Plan:
@@ -200,8 +202,16 @@ class Plan:
         """Whether the plan was extended, and many steps have changed nothing since."""
         return self._n_changed_rows > 0 and self._n_steps >= SETTLED
 
-    def reason(self, optimizer: Any, rule: Rule) -> str:
-        """Why :meth:`revalidate` has just returned ``False``, in words."""
+    def reason(
+        self, optimizer: Any, rule: Rule, containers: list[list[Any] | dict[Any, Any]] | None = None
+    ) -> str:
+        """Why :meth:`revalidate` has just returned ``False``, in words.
+
+        Args:
+            optimizer: the optimizer that the plan was made for.
+            rule: its rule now.
+            containers: as :attr:`StaleRows.containers`; ``None`` to find them.
+        """
         if rule is not self._rule:
             return "the rule was replaced"
         of_groups = self._group_guard.reason(optimizer.param_groups)
@@ -211,7 +221,7 @@ class Plan:
             return "the step works on copies, of tensors that are not dense"
         if self._is_settled():
             return f"the plan was extended, and {SETTLED} steps have changed nothing since"
-        return self._tensor_guard.reason(optimizer)
+        return self._tensor_guard.reason(optimizer, containers)
 
     # --- how a plan is extended -------------------------------------------------------------------
 
@@ -229,10 +239,10 @@ class Plan:
                 return None
         except ranks.NoCommonGroupError:
             return None
-        stale_and_grads = guard.stale_rows(optimizer)
-        if stale_and_grads is None:
+        found = guard.stale_rows(optimizer)
+        if found is None:
             return None
-        stale, grads = stale_and_grads
+        stale, grads, containers = found
         stale.update(self._for_one_step)
         fresh = guard.fresh_params(optimizer, stale)
         if any(param.grad.layout != torch.strided for param in fresh):
@@ -241,7 +251,8 @@ class Plan:
         n_changed = self._n_changed_rows + len(stale) + len(ids)
         is_large = SHARE * n_changed > len(self._params) + len(ids) or self._is_settled()
         absent = guard.absent(stale) if is_large else {}
-        return Change(stale, ids, is_large, absent, grads)
+        reason = self.reason(optimizer, rule, containers)
+        return Change(stale, ids, is_large, absent, grads, reason)
 
     def extend(
         self,
@@ -519,6 +530,20 @@ def _first_that_differs(names: Sequence[str], values: Any, old_values: Any) -> s
     return next((name for value, old, name in pairs if value != old), None)
 
 
+class StaleRows(NamedTuple):
+    """The rows that a step cannot use any more, because a tensor of theirs was replaced.
+
+    Attributes:
+        indices: the indices of these rows.
+        grads: the gradient of each row, as kernels read it, or ``None``.
+        containers: the lists of parameters and the states of which a member was replaced.
+    """
+
+    indices: set[int]
+    grads: list[Any]
+    containers: list[list[Any] | dict[Any, Any]]
+
+
 class TensorGuard:
     """The tensors of a plan, as they were when it was made.
 
@@ -649,12 +674,11 @@ class TensorGuard:
 
     # --- what a plan is extended by ---------------------------------------------------------------
 
-    def stale_rows(self, optimizer: Any) -> tuple[set[int], list[Any]] | None:
+    def stale_rows(self, optimizer: Any) -> StaleRows | None:
         """Find the rows of which a tensor was replaced, or whose gradient has another dtype.
 
         Returns:
-            The indices of these rows, and for each row its gradient or ``None``, as kernels read
-            it. ``None`` if something else has changed, so that a whole plan has to be made.
+            ``None`` if something else has changed, so that a whole plan has to be made.
         """
         if not (
             optimizer.state is self._state
@@ -692,7 +716,7 @@ class TensorGuard:
             if any(_grad_of(self._stepped_params[i]).layout != torch.strided for i in others):
                 return None
             stale |= others
-        return stale, grads
+        return StaleRows(stale, grads, containers)
 
     def fresh_params(self, optimizer: Any, stale: set[int]) -> list[Any]:
         """The parameters with a gradient that have no row, or only a stale one."""
@@ -709,21 +733,27 @@ class TensorGuard:
         }
 
     def overlap(self, optimizer: Any, params: list[ParamWithGrad], stale: set[int]) -> bool:
-        """Whether some parameters or their states may share memory with the tensors of the plan.
+        """Whether parameters or their states may share memory with other tensors of the plan.
+
+        A parameter that was there when the plan was made, and has no states yet, was compared then.
 
         Args:
             optimizer: the optimizer of the plan.
             params: the parameters to append.
             stale: the indices of the rows to retire.
         """
-        fresh: list[Any] = [one.tensor for one in params]
-        states = (optimizer.state.get(param) or {} for param in fresh.copy())
-        fresh += (x for state in states for x in state.values() if isinstance(x, Tensor))
-        kept = bytearray(b"\1") * len(self._rows)
-        for index in stale:
-            kept[index] = 0
-        others = list(compress(self._stepped_params, kept))
-        others += chain.from_iterable(compress(self._written, kept))
+        added_params = list(params_of(optimizer.param_groups))[len(self._params) :]
+        new_ids = set(map(id, added_params)) | {id(self._stepped_params[i]) for i in stale}
+        fresh: list[Any] = [one.tensor for one in params if id(one.tensor) in new_ids]
+        for one in params:
+            values = (optimizer.state.get(one.tensor) or {}).values()
+            fresh += (value for value in values if isinstance(value, Tensor))
+        if not fresh:
+            return False
+        own_ids = {id(one.tensor) for one in params}
+        others = [param for param in self._params if id(param) not in own_ids]
+        kept = (written for i, written in enumerate(self._written) if i not in stale)
+        others += chain.from_iterable(kept)
         return may_overlap(list(map(dtensor.local, fresh)), self._local(others))
 
     def retire(self, stale: set[int]) -> None:
@@ -767,8 +797,13 @@ class TensorGuard:
 
     # --- why a plan cannot be reused --------------------------------------------------------------
 
-    def reason(self, optimizer: Any) -> str:
-        """The change in words; call this after :meth:`gradients` has returned ``None``."""
+    def reason(self, optimizer: Any, containers: list[Any] | None) -> str:
+        """The change in words; call this after :meth:`gradients` has returned ``None``.
+
+        Args:
+            optimizer: the optimizer of the plan.
+            containers: as :attr:`StaleRows.containers`; ``None`` to find them.
+        """
         groups = optimizer.param_groups
         for param in self._unplanned_params:
             if param.grad is not None:
@@ -777,7 +812,9 @@ class TensorGuard:
             return "optimizer.state was replaced"
         if optimizer.process_group is not self._process_group:
             return "optimizer.process_group was replaced"
-        container = next(iter(self._identities.changed()), None)
+        container = next(
+            iter(self._identities.changed() if containers is None else containers), None
+        )
         if container is self._state:
             return "states were added to optimizer.state, or removed"
         if isinstance(container, dict):

@@ -57,7 +57,11 @@ tensor.
 """
 
 
-def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> None:
+def check_states(
+    rule: Rule,
+    params_to_check: Iterable[CheckedParam],
+    others: Iterable[tuple[str, Tensor]] = (),
+) -> None:
     """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
@@ -67,6 +71,7 @@ def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> None:
     Args:
         rule: the rule.
         params_to_check: the parameters whose states to check.
+        others: name and tensor of other parameters, with which no state may share memory.
 
     Raises:
         TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
@@ -78,6 +83,11 @@ def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> None:
     for one in params_to_check:
         _check_state(rule, one)
         _add_memory(memory_by_device, rule, one)
+    for name, param in others:
+        if param.device in memory_by_device:
+            tensor = dtensor.local(param)
+            written = (*address_range(tensor), name, None, tensor)
+            memory_by_device[param.device].append(written)
     for memory in memory_by_device.values():
         _check_no_overlap(memory)
 

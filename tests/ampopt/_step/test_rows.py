@@ -379,6 +379,15 @@ def test_a_state_that_shares_memory_with_another_is_refused_where_a_plan_would_b
     stepped(optimizer, params)
 
 
+@pytest.mark.parametrize("backend", ["eager", "compiled"], indirect=True)
+def test_a_state_may_not_share_memory_with_a_parameter_that_may_have_a_gradient_later(backend):
+    params, optimizer = of_parameters(12)
+    stepped(optimizer, params[:11])
+    optimizer.state[params[3]]["exp_avg"] = params[11].detach()
+    with pytest.raises(ValueError, match="parameter 11 shares memory with the state exp_avg"):
+        stepped(optimizer, params[:11])
+
+
 def test_an_invalid_state_of_a_new_row_changes_nothing_and_the_plan_goes_on():
     params, optimizer = of_parameters(12)
     stepped(optimizer, params[:11])
