@@ -63,7 +63,10 @@ _OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATE
 
 
 SHARE = 4
-"""A whole plan is made once the rows that were appended or retired are more than one in so many."""
+"""A whole plan is made once the rows that were appended or retired are more than one in so many.
+
+If one parameter appears in each step, the least time is taken with 3 to 6, up to twice as much with 32.
+"""
 
 SETTLED = 500
 """Steps after which an extended plan is replaced by a whole one. A whole plan takes as long as some
