@@ -80,9 +80,9 @@ class Profile:
                 names = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
                 yield f"  {_count(len(parameters), 'parameter')} ({names}): {path}"
             for reason, times in self.plans.get(name, {}).items():
-                yield f"  plan made again {_count(times, 'time')}: {reason}"
+                yield f"  plan of its steps made again {_count(times, 'time')}: {reason}"
             for reason, times in self.extensions.get(name, {}).items():
-                yield f"  plan extended {_count(times, 'time')}: {reason}"
+                yield f"  plan of its steps extended {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
         """The lines on the number of kernels that were launched."""

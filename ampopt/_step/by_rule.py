@@ -209,7 +209,7 @@ class RuleRunner(RefersToOptimizer):
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
         )
-        self._no_plan = "the last plan was dropped"
+        self._no_plan = "a Watch or skip_when was added or removed, or a step failed"
         self.reasons[reason] += 1
         return self.plan
 

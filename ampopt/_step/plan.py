@@ -823,7 +823,7 @@ class TensorGuard:
         if isinstance(container, dict):
             return f"a state of {self._owner_of(container, groups)} was replaced"
         if container is not None:
-            return "the parameters of a group were replaced, or are in another order"
+            return "parameters of a group were replaced or removed, or are in another order"
         is_moved = map(operator.ne, addresses(self._local(self._tensors)), self._addresses)
         if (tensor := next(compress(self._tensors, is_moved), None)) is not None:
             if any(tensor is param for param in self._params):

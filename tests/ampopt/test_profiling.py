@@ -66,7 +66,7 @@ def test_the_reason_for_a_new_plan_is_shown(eager):
     assert str(report) == (
         "AdamW: 4 steps. In the last one:\n"
         "  2 parameters (weight, bias): by the rule, on the eager backend\n"
-        "  plan made again 2 times: weight was moved to other memory\n" + NO_LOOK
+        "  plan of its steps made again 2 times: weight was moved to other memory\n" + NO_LOOK
     )
 
 
@@ -83,7 +83,9 @@ def test_an_extension_of_the_plan_is_shown_with_its_reason(eager):
     reasons = [f"p{i} has a gradient for the first time" for i in (10, 11)]
     assert report.extensions == {"AdamW": dict.fromkeys(reasons, 1)}
     assert report.plans == {"AdamW": {}}
-    assert "".join(f"  plan extended 1 time: {reason}\n" for reason in reasons) in str(report)
+    assert "".join(f"  plan of its steps extended 1 time: {reason}\n" for reason in reasons) in str(
+        report
+    )
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")

@@ -288,7 +288,14 @@ MAKING: dict[str, tuple[Any, str]] = {
         lambda _, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
         "a hyperparameter of a group has another type, such as a tensor in place of a float",
     ),
-    "watch": (lambda _, optimizer: ampopt.Watch(optimizer), "the last plan was dropped"),
+    "removed": (
+        lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0),
+        "parameters of a group were replaced or removed, or are in another order",
+    ),
+    "watch": (
+        lambda _, optimizer: ampopt.Watch(optimizer),
+        "a Watch or skip_when was added or removed, or a step failed",
+    ),
 }
 
 
