@@ -152,7 +152,7 @@ def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
     give(optimizer, INF)
     before = everything(optimizer)["parameters"]
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise KeyError("check")
 
     with monkeypatch.context() as patch:
