@@ -12,11 +12,9 @@ class CDtype(NamedTuple):
 
     Attributes:
         c_type: the C++ type of an element in memory.
-        load: format of the C++ expression that converts an element to its arithmetic dtype.
-        store: format of the C++ expression that rounds a number of the arithmetic dtype to an
-            element.
-        by_block: whether a block of elements is converted at once instead, to float32 and back, by
-            the C++ functions ``widen`` and ``narrow``.
+        load: the C++ function that converts an element to float32; empty if arithmetic is in this
+            dtype.
+        store: the C++ function that rounds a float32 number to an element, or empty.
         integer: the integer dtype of the same width.
         infinity: the bits of infinity, as an integer.
     """
@@ -26,13 +24,12 @@ class CDtype(NamedTuple):
     store: str
     integer: torch.dtype
     infinity: int
-    by_block: bool = False
 
 
 DTYPES = {
-    torch.float16: CDtype("uint16_t", "{}", "{}", torch.int16, 0x7C00, by_block=True),
-    torch.bfloat16: CDtype("uint16_t", "from_bfloat16({})", "to_bfloat16({})", torch.int16, 0x7F80),
-    torch.float32: CDtype("float", "{}", "{}", torch.int32, 0x7F800000),
-    torch.float64: CDtype("double", "{}", "{}", torch.int64, 0x7FF0000000000000),
+    torch.float16: CDtype("uint16_t", "from_float16", "to_float16", torch.int16, 0x7C00),
+    torch.bfloat16: CDtype("uint16_t", "from_bfloat16", "to_bfloat16", torch.int16, 0x7F80),
+    torch.float32: CDtype("float", "", "", torch.int32, 0x7F800000),
+    torch.float64: CDtype("double", "", "", torch.int64, 0x7FF0000000000000),
 }
 """The dtypes that rules support. ``numbers.cpp`` knows them by their index here."""

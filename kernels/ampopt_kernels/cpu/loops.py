@@ -98,9 +98,10 @@ static inline uint16_t to_float16(float x) {
     return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
 }
 
-// Up to BLOCK float16 numbers are converted before and after the loop over elements: in that loop,
-// compilers do not make vectors of the processor's own conversions. The conversions have vectors as
-// long as those of that loop: a load of more than one store wrote waits for the stores.
+// Up to BLOCK numbers in half precision are converted before and after the loop over elements. In
+// that loop, compilers do not make vectors of the processor's own conversions of float16; these
+// have vectors as long as those of it: a load of more than one store wrote waits for the stores.
+// bfloat16, converted in that loop, made a step with AVX2 up to a seventh slower.
 #if defined(__AVX512F__)
 typedef float Floats __attribute__((vector_size(64)));
 typedef short Halves __attribute__((vector_size(32)));
@@ -113,30 +114,32 @@ typedef short Halves __attribute__((vector_size(16)));
 #define NARROWED(floats) __builtin_ia32_vcvtps2ph256(floats, 0)  // ties to even
 #endif
 
-static inline void widen(const uint16_t* x, int64_t n, float* out) {
+template <auto load> static inline void widen(const uint16_t* x, int64_t n, float* out) {
     int64_t i = 0;
 #if defined(WIDENED)
     constexpr int64_t lanes = sizeof(Halves) / 2;
-    for (Halves halves; i + lanes <= n; i += lanes) {
-        __builtin_memcpy(&halves, x + i, sizeof(Halves));
-        const Floats floats = WIDENED(halves);
-        __builtin_memcpy(out + i, &floats, sizeof(Floats));
-    }
+    if constexpr (load == from_float16)
+        for (Halves halves; i + lanes <= n; i += lanes) {
+            __builtin_memcpy(&halves, x + i, sizeof(Halves));
+            const Floats floats = WIDENED(halves);
+            __builtin_memcpy(out + i, &floats, sizeof(Floats));
+        }
 #endif
-    for (; i < n; ++i) out[i] = from_float16(x[i]);
+    for (; i < n; ++i) out[i] = load(x[i]);
 }
 
-static inline void narrow(const float* x, int64_t n, uint16_t* out) {
+template <auto store> static inline void narrow(const float* x, int64_t n, uint16_t* out) {
     int64_t i = 0;
 #if defined(NARROWED)
     constexpr int64_t lanes = sizeof(Halves) / 2;
-    for (Floats floats; i + lanes <= n; i += lanes) {
-        __builtin_memcpy(&floats, x + i, sizeof(Floats));
-        const Halves halves = NARROWED(floats);
-        __builtin_memcpy(out + i, &halves, sizeof(Halves));
-    }
+    if constexpr (store == to_float16)
+        for (Floats floats; i + lanes <= n; i += lanes) {
+            __builtin_memcpy(&floats, x + i, sizeof(Floats));
+            const Halves halves = NARROWED(floats);
+            __builtin_memcpy(out + i, &halves, sizeof(Halves));
+        }
 #endif
-    for (; i < n; ++i) out[i] = to_float16(x[i]);
+    for (; i < n; ++i) out[i] = store(x[i]);
 }
 """
 

@@ -10,7 +10,6 @@ import torch
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.codecs import RandomBits, loop
-from ampopt_kernels.cpu.dtypes import CDtype
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 from ampopt_kernels.low_bits import LOW_BITS, joined, split
 
@@ -50,12 +49,11 @@ class LowBits:
         self._program.before.append("float masters[BLOCK];")
         return f"masters[i - block] = {value};"
 
-    def split(self, bits: RandomBits, dtype: CDtype) -> Iterator[str]:
+    def split(self, bits: RandomBits) -> Iterator[str]:
         """Statements that store the new parameters and low bits of a block.
 
         Args:
             bits: random bits for each element.
-            dtype: how C++ stores the parameter.
         """
         yield from bits.drawn_for(-1)
         program = Program(torch.float32)
@@ -63,12 +61,12 @@ class LowBits:
         u = bits.uniform(-1, program)
         param, low = torch_language.bind(split, LANGUAGE)(master, u, self._half)
         expression = cast(param, torch.float32)
-        if dtype.by_block:
+        if self._half:
             program.each.append(f"w1[j] = {expression};")
         else:
             # All lower bits are 0.
             program.each.append(f"t1[block + j] = bits({expression}) >> 16;")
         program.each.append(f"t{self._place}[block + j] = {whole(low)};")
         yield loop("0", "size", program.each)
-        if dtype.by_block:
-            yield "narrow(w1, size, t1 + block);"
+        if self._half:
+            yield "narrow<to_float16>(w1, size, t1 + block);"

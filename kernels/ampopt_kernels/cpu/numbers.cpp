@@ -82,7 +82,7 @@ extern "C" int all_finite(
     return finite;
 }
 
-// Each converts the bits of a magnitude (the sign bit is 0) to a number.
+// Each converts the bits of an element to a number, or to its magnitude.
 static inline float float32(int32_t bits) {
     float x;
     std::memcpy(&x, &bits, sizeof(x));
@@ -90,6 +90,7 @@ static inline float float32(int32_t bits) {
 }
 static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
 static inline float float16(int16_t bits) {
+    bits &= 0x7FFF;
     const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // vectorized, unlike a branch
     return float32(int32_t(bits) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
 }
@@ -99,7 +100,7 @@ static inline double float64(int64_t bits) {
     return x;
 }
 
-// Converts magnitudes by ``number``; those of float16 by the processor's own instruction, if it has
+// Converts elements by ``number``; those of float16 by the processor's own instruction, if it has
 // one.
 #if defined(__AVX512F__)
 typedef float Floats __attribute__((vector_size(64)));
@@ -111,13 +112,13 @@ typedef short Halves __attribute__((vector_size(16)));
 #define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
 #endif
 template <typename T, auto number, typename Vector, typename N, int64_t lanes>
-static inline void convert(const Vector& magnitudes, N (&numbers)[lanes]) {
+static inline void convert(const Vector& values, N (&numbers)[lanes]) {
 #if defined(WIDENED)
     if constexpr (std::is_same_v<T, int16_t>) {
         if constexpr (number == float16) {
             Halves halves;
             for (int64_t lane = 0; lane < lanes; lane += sizeof(Halves) / sizeof(T)) {
-                std::memcpy(&halves, (const T*)&magnitudes + lane, sizeof(Halves));
+                std::memcpy(&halves, (const T*)&values + lane, sizeof(Halves));
                 const Floats floats = WIDENED(halves);
                 std::memcpy(numbers + lane, &floats, sizeof(Floats));
             }
@@ -125,7 +126,7 @@ static inline void convert(const Vector& magnitudes, N (&numbers)[lanes]) {
         }
     }
 #endif
-    for (int64_t lane = 0; lane < lanes; ++lane) numbers[lane] = number(magnitudes[lane]);
+    for (int64_t lane = 0; lane < lanes; ++lane) numbers[lane] = number(values[lane]);
 }
 
 // Bytes of a vector. Vectors wider than the processor's may be processed number by number.
@@ -150,7 +151,12 @@ static inline double square_and(double x, double y, bool of_float) {
     return x * x + y;
 }
 
-// The sum of the squares of one part, whose magnitudes ``each`` is given in vectors.
+// Three halvings of eight numbers, of which ``pair(k)`` is the sum of two: number k and k + 4.
+template <typename Pair> static inline double halved(const Pair& pair) {
+    return (pair(0) + pair(2)) + (pair(1) + pair(3));
+}
+
+// The sum of the squares of one part, whose elements ``each`` is given in vectors.
 //
 // Squares are added as the eager backend adds them: the second half is added to the first half
 // until one number is left; a part that is too short is padded with zeros. Vectors are written out,
@@ -175,7 +181,6 @@ static inline double squares(const T* x, int64_t size, const Each& each) {
             __builtin_prefetch(from + PART);
             Vector values;
             std::memcpy(&values, from, VECTOR);
-            values &= std::numeric_limits<T>::max();  // without the sign
             each(values);
             convert<T, number>(values, numbers[k]);
         }
@@ -185,8 +190,14 @@ static inline double squares(const T* x, int64_t size, const Each& each) {
                 const double a = numbers[k][lane], b = numbers[k + 4][lane];
                 return square_and(a, b * b, of_float);
             };
-            sums[i + lane] = (pair(0) + pair(2)) + (pair(1) + pair(3));
+            sums[i + lane] = halved(pair);
         }
+    }
+    while (eighth >= 8) {
+        const int64_t n = eighth /= 8;
+        #pragma omp simd
+        for (int64_t i = 0; i < n; ++i)
+            sums[i] = halved([&](int k) { return sums[i + k * n] + sums[i + (k + 4) * n]; });
     }
     while (eighth /= 2)
         for (int64_t i = 0; i < eighth; ++i) sums[i] += sums[eighth + i];
@@ -208,7 +219,8 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
     const T* x = static_cast<const T*>(tensor) + part.start;
     Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
     Measures result = {};
-    result.squares = squares<T, number>(x, part.size, [&](const Vector& values) {
+    result.squares = squares<T, number>(x, part.size, [&](Vector values) {
+        values &= std::numeric_limits<T>::max();  // without the sign
         largest = values > largest ? values : largest;
         nonzero = values >= smallest ? nonzero + 1 : nonzero;
         above = values >= smallest_not_flushed ? above + 1 : above;
