@@ -229,6 +229,7 @@ class LayoutGuard:
         self._n = len(tensors)
         self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
         self._numbers = _numbers(tensors)
+        self._numbers_of: dict[int, array] = {}  # of single tensors, until all are known
         self._properties: list[tuple[Callable[[Any], Any], list[Any]]] | None = None
         if self._numbers is None:
             self._properties = [(of, list(map(of, tensors))) for of in _properties_of(tensors)]
@@ -254,12 +255,23 @@ class LayoutGuard:
             self._numbers = _numbers(tensors)  # the loops may have been compiled since
             return bytearray(b"\1" * self._n)
         present = bytearray(tensor is not None for tensor in tensors)
-        tensors = list(compress(tensors, present))
-        alike = all(
-            list(map(of, tensors)) == list(compress(stored, present))
+        there = list(compress(tensors, present))
+        if any(
+            list(map(of, there)) != list(compress(stored, present))
             for of, stored in self._properties
-        )
-        return present if alike else None
+        ):
+            return None
+        self._encode(tensors)
+        return present
+
+    def _encode(self, tensors: list[Any]) -> None:
+        """Keep the numbers of those that are not ``None``, for when those of all are known."""
+        for index, tensor in enumerate(tensors if loops.get() is not None else ()):
+            if tensor is not None and index not in self._numbers_of:
+                self._numbers_of[index] = _numbers([tensor]) or array("q")
+        if len(self._numbers_of) == self._n:
+            each = (self._numbers_of[index] for index in range(self._n))
+            self._numbers = array("q", chain.from_iterable(each))
 
     def changed(self, tensors: list[Any]) -> list[int]:
         """Return the index of each of ``tensors``, as many as are stored, with another layout."""

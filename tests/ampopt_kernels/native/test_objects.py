@@ -177,6 +177,23 @@ def test_none_fits_and_the_others_are_compared(what):
     assert guard.present(example()) == bytearray((1, 1, 1))
 
 
+def test_python_compares_until_each_tensor_was_there_once(monkeypatch):
+    """Also if there is no step in which all have gradients."""
+    loops_now, calls = objects.loops, []
+    monkeypatch.setattr(objects, "loops", Loops())
+    guard = LayoutGuard(example())
+    first, second, third = example()
+    assert guard.present([first, second, None]) is not None
+    monkeypatch.setattr(objects, "loops", loops_now)
+    for tensors in ([first, None, None], [None, second, None], [None, None, third]):
+        assert guard.present(tensors) is not None
+    monkeypatch.setattr(objects, "compress", lambda *args: calls.append(args) or ())
+    assert guard.present([first, None, third]) == bytearray((1, 0, 1))
+    assert bool(calls) == (objects.loops.get() is None)
+    monkeypatch.undo()
+    assert guard.present([None, CHANGED["shape"], third]) is None
+
+
 def test_the_address_of_none_is_0():
     tensor = torch.ones(2)
     assert addresses([None, tensor]).tolist() == [0, tensor.data_ptr()]
