@@ -316,8 +316,8 @@ class Plan:
         self._params += [one.tensor for one in new.stepped_params]
         self._copies, self._for_one_step = new.copies, [first + i for i in new.for_one_step]
         self._writes_gradients = self._writes_gradients and new.gradients_are_written()
-        complex_params = (p for p in self._params[first:] if p.is_complex())
-        self.reusable = self.reusable and not self._copies and not any(complex_params)
+        are_complex = any(one.tensor.is_complex() for one in new.stepped_params)
+        self.reusable = self.reusable and not self._copies and not are_complex
         self._group_guard = GroupGuard(self._rule, self._variants, optimizer.param_groups)
         self._n_changed_rows += len(change.stale) + len(new.rows)
         self._n_steps = 0

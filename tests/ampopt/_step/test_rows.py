@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "masters": (ampopt.AdamW, MIXED, {"master_weights": True}),
     "masters in bundles": (ampopt.AdamW, (torch.float16,), {"master_weights": True}),
     "rounded stochastically": (ampopt.SGD, (BFLOAT16,), {"param_rounding": "stochastic"}),
+    "complex": (ampopt.AdamW, (torch.complex64, FLOAT32), {}),
     "half precision": (ampopt.Lion, (FLOAT32, BFLOAT16), {}),
     "several scalar states": (ampopt.NAdam, (FLOAT32,), {}),
     "states of 8 bits": (ampopt.AdamW, (FLOAT32,), {"state_bits": 8}),
