@@ -65,7 +65,8 @@ _OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATE
 SHARE = 4
 """A whole plan is made once the rows that were appended or retired are more than one in so many.
 
-If one parameter appears in each step, the least time is taken with 3 to 6, up to twice as much with 32.
+If one parameter appears in each step, the least time is taken with 3 to 6, and up to twice as much
+with 32.
 """
 
 SETTLED = 500

@@ -8,24 +8,33 @@
 
 // Whether lists and dicts have the given sizes and contain the very same objects. ``members`` has
 // the elements of each list and the keys of each dict, one container after another; ``values`` has
-// the values of the dicts.
-extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* values) {
+// the values of the dicts. Writes to the bytearray ``changed`` 1 for each container that differs;
+// if it is None, stops at the first.
+extern "C" int hold(
+    PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* values, PyObject* changed
+) {
     Py_ssize_t member = 0, value_index = 0;
+    bool all = true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); ++i) {
         PyObject* container = PyList_GET_ITEM(containers, i);
-        if (PyObject_Size(container) != sizes[i]) return 0;
-        if (PyList_Check(container)) {
-            for (Py_ssize_t j = 0; j < sizes[i]; ++j)
-                if (PyList_GET_ITEM(container, j) != PyList_GET_ITEM(members, member++)) return 0;
-        } else {
+        const bool is_list = PyList_Check(container);
+        bool same = PyObject_Size(container) == sizes[i];
+        if (same && is_list) {
+            for (Py_ssize_t j = 0; same && j < sizes[i]; ++j)
+                same = PyList_GET_ITEM(container, j) == PyList_GET_ITEM(members, member + j);
+        } else if (same) {
             PyObject *key, *value;
-            for (Py_ssize_t at = 0; PyDict_Next(container, &at, &key, &value);)
-                if (key != PyList_GET_ITEM(members, member++) ||
-                    value != PyList_GET_ITEM(values, value_index++))
-                    return 0;
+            for (Py_ssize_t at = 0, j = 0; same && PyDict_Next(container, &at, &key, &value); ++j)
+                same = key == PyList_GET_ITEM(members, member + j) &&
+                       value == PyList_GET_ITEM(values, value_index + j);
         }
+        if (!same && changed == Py_None) return 0;
+        if (!same) PyByteArray_AS_STRING(changed)[i] = 1;
+        all = all && same;
+        member += sizes[i];
+        value_index += is_list ? 0 : sizes[i];
     }
-    return 1;
+    return all;
 }
 
 // Calls each(tensor) until it returns false or torch throws; then returns false.

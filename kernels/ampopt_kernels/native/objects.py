@@ -13,9 +13,8 @@ import functools
 import operator
 import sysconfig
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, chain, compress, count, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     """The loaded library, which holds Python's lock in calls, with the types of its functions."""
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    functions.hold.argtypes = (objects, pointer, objects, objects)
+    functions.hold.argtypes = (objects, pointer, objects, objects, objects)
     functions.addresses.argtypes = functions.sizes.argtypes = (objects, pointer)
     functions.laid_out.argtypes = (objects, pointer, objects)
     functions.bump_versions.argtypes = (objects,)
@@ -170,7 +169,7 @@ class IdentityGuard:
         library = loops.get()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
-            return bool(library.hold(self._containers, sizes, self._members, self._values))
+            return bool(library.hold(self._containers, sizes, self._members, self._values, None))
         return (
             array("q", map(len, self._containers)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._containers), self._members))
@@ -179,19 +178,11 @@ class IdentityGuard:
 
     def changed(self) -> list[list[Any] | dict[Any, Any]]:
         """Return the containers that have other members now."""
-        if self.unchanged():
-            return []
-        sizes = array("q", map(len, self._containers))
-        if sizes == self._sizes:
-            members = chain.from_iterable(self._containers)
-            changed = [
-                *map(self._containers.__getitem__, _places(members, self._members, sizes)),
-                *map(
-                    self._dicts.__getitem__,
-                    _places(self._values_now(), self._values, map(len, self._dicts)),
-                ),
-            ]
-            return list({id(container): container for container in changed}.values())
+        library = loops.get()
+        if library is not None:
+            sizes, changed = self._sizes.buffer_info()[0], bytearray(len(self._containers))
+            library.hold(self._containers, sizes, self._members, self._values, changed)
+            return list(compress(self._containers, changed))
         changes, members, values = [], iter(self._members), iter(self._values)
         for container, size in zip(self._containers, self._sizes, strict=True):
             before = list(islice(members, size))
@@ -202,19 +193,6 @@ class IdentityGuard:
             if len(before) != len(now) or not all(map(operator.is_, before, now)):
                 changes.append(container)
         return changes
-
-
-def _places(now: Iterable[Any], before: list[Any], sizes: Iterable[int]) -> list[int]:
-    """The indices of the containers of which a member is another object than before.
-
-    Args:
-        now: the members of all containers, one container after another.
-        before: their earlier members.
-        sizes: the size of each container, now as before.
-    """
-    ends = list(accumulate(sizes))
-    places = compress(count(), map(operator.is_not, now, before))
-    return list(dict.fromkeys(bisect_right(ends, place) for place in places))
 
 
 class LayoutGuard:
