@@ -6,11 +6,11 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 1. ``ampopt.optimizer.unscale_and_step`` checks whether the call is allowed now, turns its argument
    into a loss scale (``ampopt.loss_scale.arguments``), and returns the next scale.
 2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
-3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds that
-   only gradients and hyperparameters have changed. Otherwise ``RuleRunner._new_plan`` makes a new
-   plan, or extends the last one by the parameters that have changed: it checks these parameters and
-   their states (``checks``, ``state_checks``), makes missing states (``rule_state``), and collects
-   the tensors of each parameter (``rows``).
+3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
+   its ``guards`` that only gradients and hyperparameters have changed. Otherwise
+   ``RuleRunner._new_plan`` makes a new plan, or extends the last one by the parameters that have
+   changed: it checks these parameters and their states (``checks``, ``state_checks``), makes
+   missing states (``rule_state``), and collects the tensors of each parameter (``rows``).
 4. ``plan.Plan.run`` runs the step. With several ranks, ``all_reduce`` combines overflow flag and
    norm; ``sharding`` has what ``DTensor`` parameters need.
 5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:
