@@ -72,9 +72,9 @@ class GroupGuard:
         """
         if self._entries is not None and groups is self._groups and self._entries.unchanged():
             return True
-        if len(groups) != len(self._members) or not self.has_kept(groups):
+        hyper = self._hyper_of_kept(groups) if len(groups) == len(self._members) else None
+        if hyper is None:
             return False
-        hyper = self._variants.hyper(groups)
         # A guard would not pay if a scheduler changes numbers at every step.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
         self._entries = IdentityGuard([groups, *groups]) if stays else None
@@ -103,13 +103,15 @@ class GroupGuard:
 
         Groups may have been added behind them.
         """
-        earlier = groups[: len(self._members)]
-        members = [group["params"] for group in earlier]
-        return (
-            len(members) == len(self._members)
-            and all(map(operator.is_, members, self._members))
-            and self._fixed_values(earlier, self._variants.hyper(earlier)) == self._values_at_plan
-        )
+        return self._hyper_of_kept(groups[: len(self._members)]) is not None
+
+    def _hyper_of_kept(self, groups: list[dict[str, Any]]) -> Hyper | None:
+        """The hyperparameters of each variant; ``None`` if anything else has changed."""
+        members = [group["params"] for group in groups]
+        if len(members) != len(self._members) or not all(map(operator.is_, members, self._members)):
+            return None
+        hyper = self._variants.hyper(groups)
+        return hyper if self._fixed_values(groups, hyper) == self._values_at_plan else None
 
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """Flags, options and types of hyperparameters; a change of any requires a new plan."""
