@@ -322,11 +322,12 @@ class ElementwiseOptimizer(Optimizer):
                 ``state_bits`` and ``master_bits`` may be set for this group alone.
 
         Raises:
-            TypeError: ``master_weights`` is not a bool.
+            TypeError: ``param_group`` is not a dict, or ``master_weights`` not a bool.
             ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``,
                 ``state_bits`` not 8, 16 or 32, or ``master_bits`` not 24 or 32.
         """
-        check_options(param_group)
+        if isinstance(param_group, dict):  # torch refuses anything else
+            check_options(param_group)
         super().add_param_group(param_group)
         self._ampopt.runner.checks.remember_dtypes()
 
@@ -343,9 +344,11 @@ class ElementwiseOptimizer(Optimizer):
         too.
 
         Raises:
-            TypeError: a state is neither a tensor nor a number. Nothing has changed then.
-            ValueError: a hyperparameter other than ``lr`` (which schedules change) is one that the
-                constructor refuses. Nothing has changed then.
+            TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
+                Nothing has changed then.
+            ValueError: ``state_dict`` is that of something else, or a hyperparameter other than
+                ``lr`` (which schedules change) is one that the constructor refuses. Nothing has
+                changed then.
         """
         self._ampopt.refuse_unfinished("load_state_dict")
         check_loaded(self, state_dict)

@@ -34,7 +34,12 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         The state dict. States and masters that were kept in fewer bits are new float32 tensors
         (``DTensor``s where they were); others are those of the optimizer, as in ``state_dict()``.
         Does not synchronize.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"full_state_dict takes an optimizer, got {type(optimizer).__name__}")
     state_dict = optimizer.state_dict()
     rule = getattr(getattr(optimizer, "optim", optimizer), "rule", None)  # ZeRO steps by `optim`
     if rule is None:

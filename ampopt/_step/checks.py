@@ -274,9 +274,18 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     ``optimizer``, if there is one. ``lr`` is not checked: a schedule may set it to any value.
 
     Raises:
-        TypeError: a state is neither a tensor nor a number.
-        ValueError: the constructor refuses a hyperparameter, or 8-bit codes are missing.
+        TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
+        ValueError: ``state_dict`` is that of something else, the constructor refuses a
+            hyperparameter, or 8-bit codes are missing.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict takes what state_dict() returned, got {state_dict!r}")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "load_state_dict takes what state_dict() of an optimizer returned, with the keys "
+            f"'state' and 'param_groups', got one with the keys {list(state_dict)[:8]}: if this is "
+            "a whole checkpoint, pass its entry of the optimizer"
+        )
     rule = optimizer.rule
     declared_names = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
     declared_names |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}

@@ -452,6 +452,35 @@ def test_constructors_validate_as_torchs_do(cls, options):
     assert error(cls) == error(getattr(torch.optim, cls.__name__))
 
 
+@pytest.mark.parametrize("thing", [None, 3, [torch.ones(1)], torch.ones(1)], ids=str)
+def test_a_param_group_that_is_no_dict_is_refused_as_by_torch(thing):
+    param, optimizer = trained(ampopt.AdamW)
+    match = "param_group must be a dict"
+    refused(lambda: optimizer.add_param_group(thing), TypeError, match, param, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("thing", "error", "match"),
+    [
+        (None, TypeError, "takes what state_dict.. returned, got None"),
+        (
+            {"model": {}, "optimizer": {}},
+            ValueError,
+            r"keys \['model', 'optimizer'\]: if this is a",
+        ),
+    ],
+    ids=str,
+)
+def test_a_state_dict_of_something_else_is_refused(thing, error, match):
+    param, optimizer = trained(ampopt.AdamW)
+    refused(lambda: optimizer.load_state_dict(thing), error, match, param, optimizer)
+
+
+def test_the_full_states_of_a_model_are_refused():
+    with pytest.raises(TypeError, match="full_state_dict takes an optimizer, got Linear"):
+        ampopt.full_state_dict(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("made", [{"device": META}, {"dtype": torch.complex64}], ids=str)
 @pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adagrad, ampopt.Adam, ampopt.AdamW])
 def test_fused_with_parameters_that_torch_refuses_is_its_error(cls, made):
