@@ -174,7 +174,7 @@ def scalars_source(
         Exception: as :func:`ampopt_kernels.cpu.cpp.source_of`.
     """
     n_terms = rule.widths(width - 2).terms
-    parts, exact = ["#define BLOCK 1", PREAMBLE], True
+    parts, exact = ["#define BLOCK 1", PREAMBLE], True  # no function here has blocks
     for role in ("before_reduce", "scalars") if rule.reduces else ("scalars",):
         program = Program(torch.float64, of_scalars=True)
 
