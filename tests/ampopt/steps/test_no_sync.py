@@ -147,7 +147,7 @@ def test_copies_from_the_host_are_noticed():
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     for p in params:
         p.grad = torch.full_like(p, 2.0)  # elsewhere
-    with pytest.raises(RuntimeError, match="would have to be sent"), nothing_is_sent():
+    with pytest.raises(RuntimeError, match="would have to send them"), nothing_is_sent():
         optimizer.unscale_and_step(grads_scaled_by=2.0)
     with pytest.raises(AssertionError, match="of the host's numbers"), nothing_is_sent():
         torch.tensor(1.0)
