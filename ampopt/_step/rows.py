@@ -121,7 +121,9 @@ class RuleRows:
             one, state, n_copies = params[i], states[i], len(self.copies)
             group, param = groups[one.group], one.tensor
             holder = masters.holder(group, param)
-            values = None if holder.grad is None else gradients.values_of(holder)
+            # After unscale, a gradient can be removed from the parameter or from its master.
+            is_absent = param.grad is None or holder.grad is None
+            values = None if is_absent else gradients.values_of(holder)
             grad_dtype = absent[id(param)] if values is None else values.dtype
             row = self._row(one, flags[of[i]], codecs[i], state, grad_dtype)
             like = like_gradient(row) if values is None else values

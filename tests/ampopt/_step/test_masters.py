@@ -397,6 +397,19 @@ def test_a_parameter_whose_gradient_is_removed_after_unscale_is_not_stepped():
     assert param.item() == 1.0
 
 
+def test_a_gradient_that_is_removed_after_unscale_is_absent_from_a_new_plan_too():
+    params = [half(1.0) for _ in range(9)]
+    optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
+    for n_present in (1, 9):  # the second step makes a plan
+        for p in params[:n_present]:
+            p.grad = torch.ones_like(p)
+        optimizer.unscale(grads_scaled_by=1.0)
+        if n_present == 9:
+            params[0].grad = None
+        optimizer.step_after_unscale()
+    assert [p.item() for p in params] == [0.5] * 9
+
+
 def test_an_edited_gradient_of_a_master_is_applied():
     param = half(1.0, 1.0)
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
