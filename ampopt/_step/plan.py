@@ -284,10 +284,10 @@ class Plan:
         for work, places in zip(self.works, self._places, strict=True):
             of_work = [i for i, device in enumerate(of_rows) if device == work.device]
             rows = [new.rows[i] for i in of_work]
-            columns = zip(*(row.scalars for row in rows), strict=True)
-            dtypes = ({s.dtype for s in column if s is not None} for column in columns)
-            if rows and not all(
-                own <= {dtype} for own, dtype in zip(dtypes, work.scalar_dtypes, strict=False)
+            if any(
+                scalar is not None and scalar.dtype != dtype
+                for row in rows
+                for scalar, dtype in zip(row.scalars, work.scalar_dtypes, strict=True)
             ):
                 return False
             work.extend(rows)
