@@ -305,7 +305,7 @@ class RuleStep(StepStrategy):
         if self.needs_torch():
             decision = self.unscale(request)
             self.step_request = Request(
-                check=False, found_inf=_other(decision), earlier_decision=decision
+                check=False, found_inf=_skip_flag(decision), earlier_decision=decision
             )
             return decision
         check_request = replace(self.with_watch_and_causes(request), max_norm=None)
@@ -324,7 +324,7 @@ class RuleStep(StepStrategy):
         self.step_request = Request(
             scale=request.scale,
             check=False,
-            found_inf=_other(decision),
+            found_inf=_skip_flag(decision),
             max_norm=request.max_norm,
             write=request.write,
             earlier_decision=decision,
@@ -345,6 +345,6 @@ class RuleStep(StepStrategy):
         return self.runner.decision
 
 
-def _other(decision: Decision | None) -> Tensor | None:
+def _skip_flag(decision: Decision | None) -> Tensor | None:
     """A flag that is more than 0 if a ``skip_when``, and not an overflow, skips the step."""
     return None if decision is None else decision.cause

@@ -158,7 +158,7 @@ class TensorGuard:
     gradient.
 
     Attributes:
-        copied: whether :meth:`gradients` has copied a gradient to the layout of its parameter.
+        has_copied: whether :meth:`gradients` has copied a gradient to the layout of its parameter.
     """
 
     def __init__(self, optimizer: Any, masters: Masters, rows: RuleRows) -> None:
@@ -169,11 +169,12 @@ class TensorGuard:
             masters: its master weights.
             rows: the rows of the plan.
         """
-        self._masters, self.copied = masters, False
+        self._masters, self.has_copied = masters, False
         self._process_group, self._state = optimizer.process_group, optimizer.state
         self._stepped_params = [one.tensor for one in rows.stepped_params]
         self._owners = rows.stepped_params.copy()
-        self._rows, self._states, self._written = rows.rows.copy(), rows.states, rows.written
+        self._rows, self._states = rows.rows.copy(), rows.states
+        self._written_tensors = rows.written_tensors
         self._indexed_masters = rows.masters
         self._params = list(params_of(optimizer.param_groups))
         planned_ids = set(map(id, self._stepped_params))
@@ -190,7 +191,7 @@ class TensorGuard:
         param_states = [state for state in self._state.values() if isinstance(state, dict)]
         self._identities = IdentityGuard([*members, self._state, *param_states])
         # `param.data = ...` keeps the object and changes its memory.
-        self._tensors = [*self._params, *chain.from_iterable(self._written)]
+        self._tensors = [*self._params, *chain.from_iterable(self._written_tensors)]
         self._addresses = addresses(self._local(self._tensors))
         grads = list(map(_grad_of, self._stepped_params)) if self._dtensors else []
         self._placements = dtensor.placements(grads)
@@ -227,7 +228,7 @@ class TensorGuard:
 
     def _grads_now(self) -> list[Any]:
         """The present gradient of each row, or ``None``; of a ``DTensor`` the local shard."""
-        self.copied = False
+        self.has_copied = False
         grads: list[Any] = list(map(_grad_of, self._stepped_params))
         if self._dtensors:
             self._redistribute(grads)
@@ -275,7 +276,7 @@ class TensorGuard:
                 continue
             assert row.param is not None
             grads[index] = dense_like(values, row.param)
-            self.copied = self.copied or grads[index] is not values
+            self.has_copied = self.has_copied or grads[index] is not values
         return others
 
     # --- what a plan is extended by ---------------------------------------------------------------
@@ -305,7 +306,7 @@ class TensorGuard:
         now = addresses(self._local(self._tensors))
         if now != self._addresses:
             rows = {id(param): index for index, param in enumerate(self._stepped_params)}
-            ends = list(accumulate(map(len, self._written), initial=len(self._params)))
+            ends = list(accumulate(map(len, self._written_tensors), initial=len(self._params)))
             for place in compress(count(), map(operator.ne, now, self._addresses)):
                 if place >= len(self._params):
                     stale.add(bisect_right(ends, place) - 1)
@@ -358,8 +359,8 @@ class TensorGuard:
             return False
         own_ids = {id(one.tensor) for one in params}
         others = [param for param in self._params if id(param) not in own_ids]
-        kept = (written for i, written in enumerate(self._written) if i not in stale)
-        others += chain.from_iterable(kept)
+        for index, tensors in enumerate(self._written_tensors):
+            others += tensors if index not in stale else []
         return may_overlap(list(map(dtensor.local, fresh)), self._local(others))
 
     def retire(self, stale: set[int]) -> None:
@@ -367,7 +368,7 @@ class TensorGuard:
         for index in stale:
             self._unplanned_params.append(self._stepped_params[index])
             self._stepped_params[index], self._states[index] = NO_PARAM, None
-            self._written[index] = []
+            self._written_tensors[index] = []
             row = self._rows[index]
             self._rows[index] = ParamRow(row.grad_dtype)
         self._indexed_masters = [
@@ -392,7 +393,7 @@ class TensorGuard:
         self._owners += new.stepped_params
         self._rows += new.rows
         self._states += new.states
-        self._written += new.written
+        self._written_tensors += new.written_tensors
         self._indexed_masters += [(first + index, master) for index, master in new.masters]
         if not self._grad_layouts.extend(new.layouts):
             return False

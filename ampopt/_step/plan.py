@@ -226,10 +226,10 @@ class Plan:
                 return None
         except ranks.NoCommonGroupError:
             return None
-        found = guard.stale_rows(optimizer)
-        if found is None:
+        stale_rows = guard.stale_rows(optimizer)
+        if stale_rows is None:
             return None
-        stale, grads, containers = found
+        stale, grads, containers = stale_rows
         stale.update(self._for_one_step)
         fresh = guard.fresh_params(optimizer, stale)
         if any(param.grad.layout != torch.strided for param in fresh):
@@ -389,7 +389,7 @@ class Plan:
 
         The latter would be divided twice. Only where gradients start is compared.
         """
-        if self._tensor_guard.copied:
+        if self._tensor_guard.has_copied:
             return False
         starts = chain.from_iterable(addresses(work.present_grads) for work in self._works_now)
         return not any(n > 1 for start, n in Counter(starts).items() if start)

@@ -46,8 +46,8 @@ class RuleRows:
         grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
         layouts: for each row, its gradient, or a tensor with the same layout.
         states: for each row, the state of its parameter; ``None`` without one.
-        written: for each row, the tensors that the step writes besides the parameter: master and
-            states, before a reshape or copy for the kernels.
+        written_tensors: for each row, the tensors that the step writes besides the parameter:
+            master and states, before a reshape or copy for the kernels.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
         for_one_step: the indices of rows that only this step can use: those of complex parameters,
@@ -116,7 +116,7 @@ class RuleRows:
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.states: list[Any] = []
-        self.written: list[list[Tensor]] = []
+        self.written_tensors: list[list[Tensor]] = []
         for number, i in enumerate(order):
             one, state, n_copies = params[i], states[i], len(self.copies)
             group, param = groups[one.group], one.tensor
@@ -131,18 +131,18 @@ class RuleRows:
             grad = dense_like(like, row.param)
             if param.is_complex() or len(self.copies) > n_copies:
                 self.for_one_step.append(number)
-            written = [state[part.name] for part in rule.all_state_for(row.flags)]
+            written_tensors = [state[part.name] for part in rule.all_state_for(row.flags)]
             if (master := masters.of(group, param)) is not None:
                 self.masters.append((number, master))
-                written.append(master)
-            written += [] if row.keys is None else [row.keys]
-            written += [scales for scales in row.scales if scales is not None]
+                written_tensors.append(master)
+            written_tensors += [] if row.keys is None else [row.keys]
+            written_tensors += [scales for scales in row.scales if scales is not None]
             row.group, row.owner = of[i], one.owner
             row.in_norm = agreement is None or agreement.in_norm(param, one.group, one.owner.key)
             self.rows.append(row)
             self.grads.append(None if values is None else grad)
             self.layouts.append(grad)
-            self.written.append(written)
+            self.written_tensors.append(written_tensors)
             self.states.append(optimizer.state.get(param))
 
     @cached_property

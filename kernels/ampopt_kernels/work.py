@@ -138,7 +138,7 @@ class Work:
         device: where all tensors of the rows are.
         rows: one for each parameter, in any order. A row may have no elements. More are appended by
             :meth:`extend`.
-        retired: the indices of rows that are out of use; see :meth:`retire`.
+        retired_rows: the indices of rows that are out of use; see :meth:`retire`.
         grads: the gradient of each row, with the strides of its ``param``, or ``None`` for a row
             that :attr:`present` omits; empty between steps.
         present: for each row 1 if its parameter has a gradient in this step, else 0;
@@ -163,7 +163,7 @@ class Work:
     backend_rows: Any = None
     grads_version: int = field(default=0, init=False)
     present: bytearray | None = field(default=None, init=False)
-    retired: set[int] = field(default_factory=set, init=False)
+    retired_rows: set[int] = field(default_factory=set, init=False)
     rows_version: int = field(default=0, init=False)
 
     def retire(self, index: int) -> None:
@@ -173,7 +173,7 @@ class Work:
         """
         row = self.rows[index]
         self.rows[index] = ParamRow(row.grad_dtype, flags=row.flags, group=row.group)
-        self.retired.add(index)
+        self.retired_rows.add(index)
         self.rows_version += 1
 
     def extend(self, rows: Sequence[ParamRow]) -> None:

@@ -167,8 +167,8 @@ class CpuBackend(Backend):
             if states and states[0].shard is not None:  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
-                given = rule, work.hyper, (inverse, clip), work.present
-                numbers = block.before_reduce(*given, self._scalars)
+                arguments = rule, work.hyper, (inverse, clip), work.present
+                numbers = block.before_reduce(*arguments, self._scalars)
                 tensors = (grad, bundle.param, *bundle.inputs)
                 slices = bundle.slices(numbers)
                 sums[bundle.among[0]] = bundle.functions["averages"](slices, tensors)
@@ -191,8 +191,8 @@ class CpuBackend(Backend):
                 continue
             if block is not last:
                 last = block
-                given = rule, work.hyper, (inverse, clip), work.present
-                numbers = block.before_reduce(*given, self._scalars)
+                arguments = rule, work.hyper, (inverse, clip), work.present
+                numbers = block.before_reduce(*arguments, self._scalars)
             bundle.load()
             tensors = (grad, bundle.param, *bundle.inputs)
             slices = bundle.slices(numbers)
@@ -223,8 +223,8 @@ class CpuBackend(Backend):
                 continue
             if block is not last:
                 last, coefficients = block, (inverse, clip)
-                given = rule, work.hyper, coefficients, decision.sums, work.present
-                numbers = block.advance(*given, self._scalars)
+                arguments = rule, work.hyper, coefficients, decision.sums, work.present
+                numbers = block.advance(*arguments, self._scalars)
                 h = []
             tensors = (grad, bundle.param, *bundle.rest)
             rows = bundle.rows if rule.draws or bundle.rows[0].keys is not None else ()

@@ -182,9 +182,9 @@ class Bundles:
 
     def _drop_retired(self, work: Work) -> None:
         """Drop the bundles of rows that were not divided first, or of a single retired row."""
-        retired, n_first = work.retired, self.n_first
+        retired_rows, n_first = work.retired_rows, self.n_first
         for block in {id(block): block for block, _ in self.bundles}.values():
-            for place in (index - block.start for index in retired):
+            for place in (index - block.start for index in retired_rows):
                 if 0 <= place < len(block.rows):
                     block.rows[place] = work.rows[block.start + place]
         self.bundles, self.update_bundles = (
@@ -192,7 +192,7 @@ class Bundles:
                 (block, bundle)
                 for block, bundle in bundles
                 if block.start < n_first
-                and not (bundle.copies is None and bundle.among[0] in retired)
+                and not (bundle.copies is None and bundle.among[0] in retired_rows)
             ]
             for bundles in (self.bundles, self.update_bundles)
         )
