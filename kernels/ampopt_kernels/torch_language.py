@@ -97,8 +97,8 @@ def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
 
 
 def _holds(condition: Any) -> Any:
-    """Whether a Python condition holds; ``~True`` is -2, and ``~False`` is -1."""
-    return condition & 1 if isinstance(condition, int) else condition
+    """Whether a Python condition holds, as a number that is not 0 does; ``~True`` is -2."""
+    return condition not in (0, -2) if isinstance(condition, int) else condition
 
 
 def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:

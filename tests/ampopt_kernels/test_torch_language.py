@@ -97,6 +97,18 @@ def test_choosing(x, y, of_tensors):
     assert float(torch_language.where(x > y, a, b)) == max(x, y)
 
 
+@pytest.mark.filterwarnings("ignore:Bitwise inversion:DeprecationWarning")
+@pytest.mark.parametrize("where", [torch_language.where, torch_language.on_numbers.where])
+def test_a_python_condition_holds_as_it_does_as_a_tensor(where):
+    both = (True, False)
+    cases = [(x, x != 0) for x in (2, 1, 0, -1, -4)]
+    cases += [(~x & y, not x and y) for x in both for y in both]
+    cases += [(~x | y, not x or y) for x in both for y in both]
+    cases += [(~(~x & y), x or not y) for x in both for y in both]
+    for condition, holds in cases:
+        assert where(condition, 1.0, 0.0) == float(holds), condition
+
+
 @jit
 def larger_and_smaller(x, y):
     return maximum(x, y), minimum(x, y)
