@@ -314,7 +314,7 @@ class TensorGuard:
                     stale.add(index)
         if self._dtensors and not (
             dtensor.placements(self._params) == self._param_placements
-            and all(map(dtensor.has_placed_gradient, params_of(optimizer.param_groups)))
+            and all(dtensor.is_placed_as(p.grad, p) for p in params_of(optimizer.param_groups))
         ):
             return None
         grads = self._grads_now()

@@ -32,10 +32,6 @@ class Variants:
         self._rule = rule
         self._indices: dict[tuple[int, Kind | None], int] = {}
 
-    def __len__(self) -> int:
-        """The number of variants."""
-        return len(self._indices)
-
     def add(
         self, groups: Sequence[dict[str, Any]], params: Iterable[tuple[int, Tensor]]
     ) -> list[int]:

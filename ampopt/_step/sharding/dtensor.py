@@ -13,8 +13,8 @@ from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
 __all__ = [
     "as_replicated",
     "from_local_like",
-    "has_placed_gradient",
     "is_dtensor",
+    "is_placed_as",
     "local",
     "local_of_each",
     "placed_as",
@@ -69,16 +69,15 @@ def redistribute_gradient(param: Any) -> None:
         param.grad = placed_grad
 
 
-def has_placed_gradient(param: Any) -> bool:
-    """Whether ``param`` has no gradient that :func:`redistribute_gradient` would redistribute."""
-    grad = param.grad
-    both = is_dtensor(grad) and is_dtensor(param)
-    return not both or grad.placements == param.placements
+def is_placed_as(tensor: Any, like: Any) -> bool:
+    """Whether ``tensor`` has the placements of ``like``, or one of them is no ``DTensor``."""
+    both = is_dtensor(tensor) and is_dtensor(like)
+    return not both or tensor.placements == like.placements
 
 
 def placed_as(tensor: Any, like: Any) -> Any:
     """``tensor`` with the placements of ``like``; itself unless both are ``DTensor``s."""
-    if not (is_dtensor(tensor) and is_dtensor(like)) or tensor.placements == like.placements:
+    if is_placed_as(tensor, like):
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 

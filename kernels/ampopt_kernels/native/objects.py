@@ -288,6 +288,7 @@ class LayoutGuard:
         return True
 
 
+# Made once, as lists of properties are compared.
 _BASIC = (type, *map(operator.attrgetter, ("layout", "dtype", "device", "shape")))
 
 
