@@ -13,7 +13,6 @@ from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.rule_state import shares_storage
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
@@ -401,16 +400,6 @@ class ElementwiseOptimizer(Optimizer):
                 states[key] = with_saved_names(state, parts)
         return state_dict
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or pickle, in which every tensor has memory of its own."""
-        attributes = super().__getstate__()
-        attributes["state"] = attributes["state"].copy()
-        for param, state in attributes["state"].items():
-            # States of small parameters share a buffer, which pickle would write for each of them.
-            if isinstance(state, dict):  # users may keep other values under their own keys
-                attributes["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
-        return attributes
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
         states = state["state"]
@@ -432,8 +421,3 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
     if master.dtype == LOW_BITS:
         return master.is_meta or not master.any()
     return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
-
-
-def _on_its_own(value: Any) -> Any:
-    """``value``; a copy, if it is a tensor that is a view of a larger buffer."""
-    return value.detach().clone() if isinstance(value, Tensor) and shares_storage(value) else value

@@ -44,11 +44,9 @@ class Profile:
     Attributes:
         steps: the number of steps that each optimizer attempted, by name.
         paths: how each parameter was stepped in the last step, by optimizer and parameter name.
-        plans: how often each optimizer made a whole new plan of its steps, by name and reason. Only
-            an optimizer with an update rule has a plan. It makes the plan in its first step, which
-            is not counted, and an ordinary loop uses it for all later steps.
-        extensions: how often each optimizer extended its plan, by name and reason: it added the
-            parameters that had changed, which takes a fraction of the time of a whole plan.
+        plans: how often each optimizer made a new plan of its steps, by name and reason. Only an
+            optimizer with an update rule has a plan. It makes the plan in its first step, which is
+            not counted, and an ordinary loop uses it for all later steps.
         launches: the number of launches of each of ampopt's kernels, by name, over all steps.
         kernels: the names of all kernels launched on CUDA devices, by any library; ``None`` without
             a CUDA device.
@@ -59,7 +57,6 @@ class Profile:
     steps: Counter[str] = field(default_factory=Counter)
     paths: dict[str, dict[str, str]] = field(default_factory=dict)
     plans: dict[str, Counter[str]] = field(default_factory=dict)
-    extensions: dict[str, Counter[str]] = field(default_factory=dict)
     launches: Counter[str] = field(default_factory=Counter)
     kernels: list[str] | None = None
     looks: Counter[Look] = field(default_factory=Counter)
@@ -81,8 +78,6 @@ class Profile:
                 yield f"  {_count(len(parameters), 'parameter')} ({names}): {path}"
             for reason, times in self.plans.get(name, {}).items():
                 yield f"  plan of its steps made again {_count(times, 'time')}: {reason}"
-            for reason, times in self.extensions.get(name, {}).items():
-                yield f"  plan of its steps extended {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
         """The lines on the number of kernels that were launched."""
@@ -213,26 +208,22 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
                 parameter = gradients.name_of(optimizer.param_groups, p)
                 paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
-    plans_before, extensions_before = _plans_of(optimizer)
+    plans_before = _plans_of(optimizer)
     hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step
     try:
         with mock.patch.object(SkipPolicy, "step", noting):
             yield
     finally:
         hook.remove()
-        plans, extensions = _plans_of(optimizer)
-        report.plans[name] = plans - plans_before
-        report.extensions[name] = extensions - extensions_before
+        report.plans[name] = _plans_of(optimizer) - plans_before
 
 
-def _plans_of(optimizer: Optimizer) -> tuple[Counter[str], Counter[str]]:
-    """How often the optimizer has made a new plan, and extended one, by the reason."""
+def _plans_of(optimizer: Optimizer) -> Counter[str]:
+    """How often the optimizer has made a new plan, by the reason."""
     ours = optimizer._ampopt
-    if not isinstance(ours, RuleStep):
-        return Counter(), Counter()
-    plans = ours.runner.reasons.copy()
+    plans = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
     plans.pop(FIRST, None)
-    return plans, ours.runner.extensions.copy()
+    return plans
 
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:

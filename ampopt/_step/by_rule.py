@@ -4,7 +4,6 @@ A :class:`RuleStep` is called by control points, a :class:`RuleRunner` by the st
 """
 
 import contextlib
-import copy
 import functools
 import itertools
 from collections import Counter
@@ -57,8 +56,7 @@ class RuleRunner(RefersToOptimizer):
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
         second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
-        reasons: how often a whole plan was made, by the reason in words; :data:`FIRST` is one.
-        extensions: how often a plan was extended, by the reason in words.
+        reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
     """
 
     def __init__(
@@ -90,7 +88,6 @@ class RuleRunner(RefersToOptimizer):
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.reasons: Counter[str] = Counter()
-        self.extensions: Counter[str] = Counter()
         self.decision: Decision | None = None
         self.checks = Checks(optimizer)
 
@@ -170,34 +167,17 @@ class RuleRunner(RefersToOptimizer):
         return state
 
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
-        """The plan of this step, kept for the next: the old plan extended, or a whole one.
-
-        ``None`` if torch's own step has to run.
-        """
+        """A plan of this step, kept for the next; ``None`` if torch's own step has to run."""
         optimizer, rule = self.optimizer, self.rule
-        change = None if old_plan is None else old_plan.change(optimizer, rule)
-        extends = change is not None and not change.is_large
-        if not extends:
-            self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
-            if self.checks.need_torch():
-                return None
+        self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
+        if self.checks.need_torch():
+            return None
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        if change is not None:
-            reason = change.reason
-        else:
-            reason = self._no_plan if old_plan is None else old_plan.reason(optimizer, rule)
-        if old_plan is not None and change is not None and extends:
-            params = self.checks.check_plannable(rule, among=change.ids)
-            self.checks.warn_of_float16(rule, ((index, p) for index, p, _ in params))
-            self.plan = None  # if the extension fails halfway
-            plan = copy.copy(old_plan)  # a captured graph knows its plan by identity
-            if plan.extend(optimizer, self.masters, change, params, self._complete_state):
-                self.plan = plan
-                self.extensions[reason] += 1
-                return plan
-        absent = {} if change is None else change.absent
+        reason, absent = self._no_plan, {}
+        if old_plan is not None:
+            reason, absent = old_plan.reason(optimizer, rule), old_plan.absent(optimizer)
         params = self.checks.check_plannable(rule, absent=absent)
         self.plan = Plan(
             optimizer,

@@ -90,15 +90,12 @@ class Checks(RefersToOptimizer):
         self,
         rule: Rule,
         *,
-        among: Container[int] | None = None,
         absent: Container[int] = (),
     ) -> list[gradients.ParamWithGrad]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
-            among: the ``id`` of each parameter to check, for a plan that is extended by these;
-                ``None`` for a whole plan.
             absent: the ``id`` of each parameter that has a row in the plan without a gradient.
 
         Returns:
@@ -120,17 +117,11 @@ class Checks(RefersToOptimizer):
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
         check_rule(rule, name)
-        if among is None:
-            for group in groups:
-                check_options(group)
-        stepped_params = gradients.params_with_grads(groups, among=among, absent=absent)
-        if among is None:
-            self.check_dtypes(gradients.params_of(groups))
-            self._forget_removed()
-        else:
-            for group in {one.group for one in stepped_params}:
-                check_options(groups[group])
-            self.check_dtypes(one.tensor for one in stepped_params)
+        for group in groups:
+            check_options(group)
+        stepped_params = gradients.params_with_grads(groups, absent=absent)
+        self.check_dtypes(gradients.params_of(groups))
+        self._forget_removed()
         variants = Variants(rule)
         variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
         for group, entries in variants.entries(groups):
@@ -151,15 +142,13 @@ class Checks(RefersToOptimizer):
                 _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
-        others: list[tuple[str, Tensor]] = []
-        if among is None:
-            stepped_ids = {id(one.tensor) for one in stepped_params}
-            others = [
-                (gradients.name_at(group, index, position), param)
-                for index, group in enumerate(groups)
-                for position, param in enumerate(group["params"])
-                if id(param) not in stepped_ids and param.layout == torch.strided
-            ]
+        stepped_ids = {id(one.tensor) for one in stepped_params}
+        others = [
+            (gradients.name_at(group, index, position), param)
+            for index, group in enumerate(groups)
+            for position, param in enumerate(group["params"])
+            if id(param) not in stepped_ids and param.layout == torch.strided
+        ]
         check_states(rule, params_to_check, others)
         return stepped_params
 

@@ -1,7 +1,7 @@
 """The gradients of an optimizer: which parameters have one, and the tensor with its values."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,6 @@ class ParamWithGrad(NamedTuple):
 def params_with_grads(
     param_groups: Iterable[dict[str, Any]],
     *,
-    among: Container[int] | None = None,
     absent: Container[int] = (),
 ) -> list[ParamWithGrad]:
     """Every parameter that has a gradient, with its name, in the order of :func:`present`.
@@ -108,7 +107,6 @@ def params_with_grads(
 
     Args:
         param_groups: the param groups.
-        among: the ``id`` of each parameter to consider; ``None`` for all.
         absent: the ``id`` of each parameter to include even if it has no gradient.
 
     Raises:
@@ -119,11 +117,7 @@ def params_with_grads(
     with_grads: dict[int, ParamWithGrad] = {}
     for index, group in enumerate(param_groups):
         params, names = group["params"], group.get("param_names")
-        positions: Iterable[int] = range(len(params))
-        if among is not None:  # runs no Python for the others
-            positions = compress(positions, map(among.__contains__, map(id, params)))
-        for position in positions:
-            param = params[position]
+        for position, param in enumerate(params):
             if id(param) in with_grads or (param.grad is None and id(param) not in absent):
                 continue
             owner = Owner(_name(names, index, position), id(param))

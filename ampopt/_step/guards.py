@@ -1,20 +1,18 @@
 """What a plan compares with the last step, to find out in a few calls whether it still fits.
 
 Two guards, like those of ``torch.compile``: of the param groups, and of the tensors. If a guard
-finds a change, it says what has changed, for a plan that is extended, and why, in words.
+finds a change, it says in words what has changed.
 """
 
 import operator
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, chain, compress, count, cycle
-from typing import Any, NamedTuple
+from itertools import chain, compress, cycle
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step.gradients import (
-    ParamWithGrad,
     check_gradient,
     name_of,
     params_of,
@@ -25,14 +23,12 @@ from ampopt._step.masters import Masters
 from ampopt._step.ranks import REPLICATED
 from ampopt._step.rows import RuleRows, like_gradient
 from ampopt._step.sharding import dtensor
-from ampopt._step.state_checks import may_overlap
 from ampopt.options import MASTER_BITS, PARAM_ROUNDING, STATE_BITS
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import dense_like
-from ampopt_kernels.work import ParamRow
 
-__all__ = ["NO_PARAM", "GroupGuard", "StaleRows", "TensorGuard"]
+__all__ = ["GroupGuard", "TensorGuard"]
 
 _OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATED, "fused")
 """Entries of param groups, besides those of the rule, on which a plan depends."""
@@ -72,7 +68,7 @@ class GroupGuard:
         """
         if self._entries is not None and groups is self._groups and self._entries.unchanged():
             return True
-        hyper = self._hyper_of_kept(groups) if len(groups) == len(self._members) else None
+        hyper = self._hyper_of_kept(groups)
         if hyper is None:
             return False
         # A guard would not pay if a scheduler changes numbers at every step.
@@ -97,13 +93,6 @@ class GroupGuard:
         if forms == old_forms:
             return None
         return "a hyperparameter of a group has another type, such as a tensor in place of a float"
-
-    def has_kept(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the groups of the plan are as they were, except for hyperparameters.
-
-        Groups may have been added behind them.
-        """
-        return self._hyper_of_kept(groups[: len(self._members)]) is not None
 
     def _hyper_of_kept(self, groups: list[dict[str, Any]]) -> Hyper | None:
         """The hyperparameters of each variant; ``None`` if anything else has changed."""
@@ -134,20 +123,6 @@ def _first_that_differs(names: Sequence[str], values: Any, old_values: Any) -> s
     """
     pairs = zip(chain(*values), chain(*old_values), cycle(names))
     return next((name for value, old, name in pairs if value != old), None)
-
-
-class StaleRows(NamedTuple):
-    """The rows that a step cannot use any more, because a tensor of theirs was replaced.
-
-    Attributes:
-        indices: the indices of these rows.
-        grads: the gradient of each row, as kernels read it, or ``None``.
-        containers: the lists of parameters and the states of which a member was replaced.
-    """
-
-    indices: set[int]
-    grads: list[Any]
-    containers: list[list[Any] | dict[Any, Any]]
 
 
 class TensorGuard:
@@ -279,138 +254,29 @@ class TensorGuard:
             self.has_copied = self.has_copied or grads[index] is not values
         return others
 
-    # --- what a plan is extended by ---------------------------------------------------------------
-
-    def stale_rows(self, optimizer: Any) -> StaleRows | None:
-        """Find the rows of which a tensor was replaced, or whose gradient has another dtype.
+    def absent(self, optimizer: Any) -> dict[int, torch.dtype]:
+        """The parameters that the next plan has rows for although they have no gradient now.
 
         Returns:
-            ``None`` if something else has changed, so that a whole plan has to be made.
+            The ``id`` of each parameter that has a row, no gradient, and the same states as when
+            the plan was made; and the dtype of its gradients.
         """
-        if not (
-            optimizer.state is self._state
-            and optimizer.process_group is self._process_group
-            and self._param_layouts.present(self._local(self._params)) is not None
-        ):
-            return None
-        stale: set[int] = set()
-        containers = self._identities.changed()
-        if any(isinstance(container, list) for container in containers):
-            return None
-        if containers:
-            ids = set(map(id, containers))
-            stale = {i for i, state in enumerate(self._states) if id(state) in ids}
-        if id(self._state) in map(id, containers):
-            states = map(self._state.get, self._stepped_params)
-            stale |= set(compress(count(), map(operator.is_not, states, self._states)))
-        now = addresses(self._local(self._tensors))
-        if now != self._addresses:
-            rows = {id(param): index for index, param in enumerate(self._stepped_params)}
-            ends = list(accumulate(map(len, self._written_tensors), initial=len(self._params)))
-            for place in compress(count(), map(operator.ne, now, self._addresses)):
-                if place >= len(self._params):
-                    stale.add(bisect_right(ends, place) - 1)
-                elif (index := rows.get(id(self._params[place]))) is not None:
-                    stale.add(index)
-        if self._dtensors and not (
-            dtensor.placements(self._params) == self._param_placements
-            and all(dtensor.is_placed_as(p.grad, p) for p in params_of(optimizer.param_groups))
-        ):
-            return None
-        grads = self._grads_now()
-        if self._grad_layouts.present(grads) is None:
-            others = self._convert(optimizer, grads)
-            if any(_grad_of(self._stepped_params[i]).layout != torch.strided for i in others):
-                return None
-            stale |= others
-        return StaleRows(stale, grads, containers)
-
-    def fresh_params(self, optimizer: Any, stale: set[int]) -> list[Any]:
-        """The parameters with a gradient that have no row, or only a stale one."""
-        params = [*self._unplanned_params, *map(self._stepped_params.__getitem__, stale)]
-        params += list(params_of(optimizer.param_groups))[len(self._params) :]
-        return [param for param in params if param.grad is not None]
-
-    def absent(self, stale: set[int]) -> dict[int, torch.dtype]:
-        """The dtype of the gradients of parameters without one, as :attr:`Change.absent`."""
+        ids = set(map(id, params_of(optimizer.param_groups)))
+        changed = set(map(id, self._identities.changed()))
         return {
             id(param): row.grad_dtype
-            for index, (param, row) in enumerate(zip(self._stepped_params, self._rows, strict=True))
-            if param.grad is None and index not in stale and like_gradient(row) is not None
+            for param, row, own in zip(self._stepped_params, self._rows, self._states, strict=True)
+            if param.grad is None
+            and id(param) in ids
+            and like_gradient(row) is not None
+            and own is optimizer.state.get(param)
+            and id(own) not in changed
         }
-
-    def overlap(self, optimizer: Any, params: list[ParamWithGrad], stale: set[int]) -> bool:
-        """Whether parameters or their states may share memory with other tensors of the plan.
-
-        A parameter that was there when the plan was made, and has no states yet, was compared then.
-
-        Args:
-            optimizer: the optimizer of the plan.
-            params: the parameters to append.
-            stale: the indices of the rows to retire.
-        """
-        added_params = list(params_of(optimizer.param_groups))[len(self._params) :]
-        new_ids = set(map(id, added_params)) | {id(self._stepped_params[i]) for i in stale}
-        fresh: list[Any] = [one.tensor for one in params if id(one.tensor) in new_ids]
-        for one in params:
-            values = (optimizer.state.get(one.tensor) or {}).values()
-            fresh += (value for value in values if isinstance(value, Tensor))
-        if not fresh:
-            return False
-        own_ids = {id(one.tensor) for one in params}
-        others = [param for param in self._params if id(param) not in own_ids]
-        for index, tensors in enumerate(self._written_tensors):
-            others += tensors if index not in stale else []
-        return may_overlap(list(map(dtensor.local, fresh)), self._local(others))
-
-    def retire(self, stale: set[int]) -> None:
-        """Let go of the parameters and states of rows."""
-        for index in stale:
-            self._unplanned_params.append(self._stepped_params[index])
-            self._stepped_params[index], self._states[index] = NO_PARAM, None
-            self._written_tensors[index] = []
-            row = self._rows[index]
-            self._rows[index] = ParamRow(row.grad_dtype)
-        self._indexed_masters = [
-            (index, master) for index, master in self._indexed_masters if index not in stale
-        ]
-
-    def extend(self, optimizer: Any, new: RuleRows) -> bool:
-        """Record further rows, and param groups that were added.
-
-        Returns:
-            Whether that was possible.
-        """
-        first, n_known = len(self._rows), len(self._params)
-        self._params = list(params_of(optimizer.param_groups))
-        added_params = self._params[n_known:]
-        self._dtensors = self._dtensors or any(map(dtensor.is_dtensor, added_params))
-        fresh = [one.tensor for one in new.stepped_params]
-        planned_ids = set(map(id, fresh))
-        unplanned_params = [*self._unplanned_params, *added_params]
-        self._unplanned_params = [p for p in unplanned_params if id(p) not in planned_ids]
-        self._stepped_params += fresh
-        self._owners += new.stepped_params
-        self._rows += new.rows
-        self._states += new.states
-        self._written_tensors += new.written_tensors
-        self._indexed_masters += [(first + index, master) for index, master in new.masters]
-        if not self._grad_layouts.extend(new.layouts):
-            return False
-        if not self._param_layouts.extend(self._local(added_params)):
-            return False
-        self._record(optimizer)
-        return True
 
     # --- why a plan cannot be reused --------------------------------------------------------------
 
-    def reason(self, optimizer: Any, containers: list[Any] | None) -> str:
-        """The change in words; call this after :meth:`gradients` has returned ``None``.
-
-        Args:
-            optimizer: the optimizer of the plan.
-            containers: as :attr:`StaleRows.containers`; ``None`` to find them.
-        """
+    def reason(self, optimizer: Any) -> str:
+        """The change in words; call this after :meth:`gradients` has returned ``None``."""
         groups = optimizer.param_groups
         for param in self._unplanned_params:
             if param.grad is not None:
@@ -419,9 +285,7 @@ class TensorGuard:
             return "optimizer.state was replaced"
         if optimizer.process_group is not self._process_group:
             return "optimizer.process_group was replaced"
-        container = next(
-            iter(self._identities.changed() if containers is None else containers), None
-        )
+        container = next(iter(self._identities.changed()), None)
         if container is self._state:
             return "states were added to optimizer.state, or removed"
         if isinstance(container, dict):
@@ -445,6 +309,3 @@ class TensorGuard:
 
 
 _grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension
-
-NO_PARAM = torch.empty(0, device="cpu")
-"""Stands for the parameter of a row that was retired; it has no gradient."""

@@ -3,28 +3,21 @@
 To traverse every parameter, state and layout in Python costs more than the whole step of a small
 network, and between steps usually nothing changes but gradients and hyperparameters. So a plan is
 made once, and reused until something else changes, which two :mod:`guards` find out in a few calls.
-A plan has the rows of every parameter that has had a gradient: in a step without it, the row is
-masked.
-
-A change of a few parameters costs what it changes: the plan is *extended*. A parameter that has a
-gradient for the first time gets a row at the end. If a tensor of a row was replaced, such as a
-state, the row is *retired*: no step has a gradient for it any more, and the parameter gets another
-row at the end. Such a plan runs slower than a whole one, so a whole one is made after many changes,
-and after many steps without any.
+Then another plan is made. A plan has the rows of every parameter that has had a gradient: in a step
+without it, the row is masked.
 """
 
-import operator
 from collections import Counter
 from dataclasses import replace
-from itertools import chain, compress, repeat
-from typing import Any, NamedTuple
+from itertools import chain, compress
+from typing import Any
 
 import torch
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.gradients import ParamWithGrad, params_of
-from ampopt._step.guards import NO_PARAM, GroupGuard, TensorGuard
+from ampopt._step.guards import GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
@@ -37,45 +30,12 @@ from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rows import RuleRows
 from ampopt._step.rule_state import StateCompleter
 from ampopt_kernels.decision import Coefficients, Decision, Request
-from ampopt_kernels.gradient_reports import NOBODY
 from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
 
-__all__ = ["Change", "Plan"]
-
-SHARE = 4
-"""A whole plan is made once the rows that were appended or retired are more than one in so many.
-
-If one parameter appears in each step, the least time is taken with 3 to 6, and up to twice as much
-with 32.
-"""
-
-SETTLED = 500
-"""Steps after which an extended plan is replaced by a whole one. A whole plan takes as long as some
-hundred steps with an extended one lose."""
-
-
-class Change(NamedTuple):
-    """What has changed since the last step, that a plan can be extended by.
-
-    Attributes:
-        stale: the indices of the rows to retire, of which a tensor was replaced.
-        ids: the ``id`` of each parameter to make a row for.
-        is_large: whether a whole plan is to be made, of the same parameters.
-        absent: if so, the dtype of the gradient of each parameter that has a row, but no gradient
-            in this step, by ``id``.
-        grads: the gradient of each row, as kernels read it, or ``None``.
-        reason: the change in words.
-    """
-
-    stale: set[int]
-    ids: set[int]
-    is_large: bool
-    absent: dict[int, torch.dtype]
-    grads: list[Any]
-    reason: str
+__all__ = ["Plan"]
 
 
 class Plan:
@@ -108,7 +68,7 @@ class Plan:
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
             params: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
-            absent: as :attr:`Change.absent`.
+            absent: see :meth:`TensorGuard.absent`.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
                 all-reduce over the ranks.
@@ -137,27 +97,20 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        self._variants = Variants(rule)
+        variants = Variants(rule)
         rule_rows = RuleRows(
-            optimizer,
-            rule,
-            masters,
-            self._agreement,
-            complete_state,
-            self._variants,
-            params,
-            absent,
+            optimizer, rule, masters, self._agreement, complete_state, variants, params, absent
         )
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
-        self._group_guard = GroupGuard(rule, self._variants, groups)
+        self._group_guard = GroupGuard(rule, variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._stepped_params = rule_rows.stepped_params
         self._params = [one.tensor for one in rule_rows.stepped_params]
-        self._copies, self._for_one_step = rule_rows.copies, rule_rows.for_one_step
+        self._copies = rule_rows.copies
+        self._is_for_one_step = bool(rule_rows.copies) or any(p.is_complex() for p in self._params)
         self._writes_gradients = rule_rows.gradients_are_written()
-        self.reusable = not rule_rows.copies and not any(p.is_complex() for p in self._params)
-        self._n_changed_rows = self._n_steps = 0
+        self.reusable = not self._is_for_one_step
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
         self._set_gradients(
             rule_rows.grads, bytearray(grad is not None for grad in rule_rows.grads)
@@ -173,9 +126,9 @@ class Plan:
             rule: its rule now.
 
         Returns:
-            Whether this plan can run the step. If not, the runner extends it or makes another.
+            Whether this plan can run the step. If not, the runner makes another.
         """
-        if rule is not self._rule or self._for_one_step or self._is_settled():
+        if rule is not self._rule or self._is_for_one_step:
             return False
         if not self._group_guard.revalidate(optimizer.param_groups):
             return False
@@ -185,143 +138,25 @@ class Plan:
         self._set_gradients(*grads_and_presence)
         return True
 
-    def _is_settled(self) -> bool:
-        """Whether the plan was extended, and many steps have changed nothing since."""
-        return self._n_changed_rows > 0 and self._n_steps >= SETTLED
-
-    def reason(
-        self, optimizer: Any, rule: Rule, containers: list[list[Any] | dict[Any, Any]] | None = None
-    ) -> str:
+    def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words.
 
         Args:
             optimizer: the optimizer that the plan was made for.
             rule: its rule now.
-            containers: as :attr:`StaleRows.containers`; ``None`` to find them.
         """
         if rule is not self._rule:
             return "the rule was replaced"
         of_groups = self._group_guard.reason(optimizer.param_groups)
         if of_groups is not None:
             return of_groups
-        if self._for_one_step:
+        if self._is_for_one_step:
             return "the step works on copies, of tensors that are not dense"
-        if self._is_settled():
-            return f"the plan was extended, and {SETTLED} steps have changed nothing since"
-        return self._tensor_guard.reason(optimizer, containers)
+        return self._tensor_guard.reason(optimizer)
 
-    # --- how a plan is extended -------------------------------------------------------------------
-
-    def change(self, optimizer: Any, rule: Rule) -> Change | None:
-        """What to extend the plan by, after :meth:`revalidate` has returned ``False``.
-
-        Returns:
-            The change; ``None`` if it is of another kind, so that a whole plan has to be made.
-        """
-        groups, guard = optimizer.param_groups, self._tensor_guard
-        if rule is not self._rule or not (self.works and self._group_guard.has_kept(groups)):
-            return None
-        try:
-            if optimizer._ampopt.agreement() is not self._agreement:
-                return None
-        except ranks.NoCommonGroupError:
-            return None
-        stale_rows = guard.stale_rows(optimizer)
-        if stale_rows is None:
-            return None
-        stale, grads, containers = stale_rows
-        stale.update(self._for_one_step)
-        fresh = guard.fresh_params(optimizer, stale)
-        if any(param.grad.layout != torch.strided for param in fresh):
-            return None
-        ids = set(map(id, fresh))
-        n_changed = self._n_changed_rows + len(stale) + len(ids)
-        is_large = SHARE * n_changed > len(self._params) + len(ids) or self._is_settled()
-        absent = guard.absent(stale) if is_large else {}
-        reason = self.reason(optimizer, rule, containers)
-        return Change(stale, ids, is_large, absent, grads, reason)
-
-    def extend(
-        self,
-        optimizer: Any,
-        masters: Masters,
-        change: Change,
-        params: list[ParamWithGrad],
-        complete_state: StateCompleter | None,
-    ) -> bool:
-        """Retire rows and append others, and take the gradients of this step.
-
-        The rows that stay are not read.
-
-        Args:
-            optimizer: the optimizer that the plan was made for.
-            masters: its master weights.
-            change: what :meth:`change` returned.
-            params: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
-            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-
-        Returns:
-            Whether that was possible. If not, no step may use this plan, and a whole one has to be
-            made, which also checks which tensors share memory.
-        """
-        devices = [work.device for work in self.works]
-        if any(one.tensor.device not in devices for one in params):
-            return False
-        if self._tensor_guard.overlap(optimizer, params, change.stale):
-            return False
-        self._retire(change.stale)
-        new = RuleRows(
-            optimizer,
-            self._rule,
-            masters,
-            self._agreement,
-            complete_state,
-            self._variants,
-            params,
-            {},
-        )
-        first, of_rows = len(self._params), [one.tensor.device for one in new.stepped_params]
-        for work, places in zip(self.works, self._places, strict=True):
-            of_work = [i for i, device in enumerate(of_rows) if device == work.device]
-            rows = [new.rows[i] for i in of_work]
-            if any(
-                scalar is not None and scalar.dtype != dtype
-                for row in rows
-                for scalar, dtype in zip(row.scalars, work.scalar_dtypes, strict=True)
-            ):
-                return False
-            work.extend(rows)
-            places += [first + i for i in of_work]
-        if new.rule is not self.works[0].rule:
-            return False
-        if not self._tensor_guard.extend(optimizer, new):
-            return False
-        self._stepped_params += new.stepped_params
-        self._params += [one.tensor for one in new.stepped_params]
-        self._copies, self._for_one_step = new.copies, [first + i for i in new.for_one_step]
-        self._writes_gradients = self._writes_gradients and new.gradients_are_written()
-        are_complex = any(one.tensor.is_complex() for one in new.stepped_params)
-        self.reusable = self.reusable and not self._copies and not are_complex
-        self._group_guard = GroupGuard(self._rule, self._variants, optimizer.param_groups)
-        self._n_changed_rows += len(change.stale) + len(new.rows)
-        self._n_steps = 0
-        grads = [*change.grads, *new.grads]
-        for index in change.stale:
-            grads[index] = None
-        self._set_gradients(grads, bytearray(map(operator.is_not, grads, repeat(None))))
-        return True
-
-    def _retire(self, stale: set[int]) -> None:
-        """Take rows out of use, and let go of their parameters and states."""
-        for index in stale:
-            one = self._stepped_params[index]
-            work, places = next(
-                pair for pair in zip(self.works, self._places, strict=True) if index in pair[1]
-            )
-            work.retire(places.index(index))
-            self._stepped_params[index] = ParamWithGrad(one.group, NO_PARAM, NOBODY)
-            self._params[index] = NO_PARAM
-        self._tensor_guard.retire(stale)
+    def absent(self, optimizer: Any) -> dict[int, torch.dtype]:
+        """See :meth:`TensorGuard.absent`."""
+        return self._tensor_guard.absent(optimizer)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -373,7 +208,6 @@ class Plan:
         if request.write and not (self._writes_gradients and self._can_write()):
             extended_request = replace(extended_request, write=False)
         decision = decide(self._works_now, extended_request)
-        self._n_steps += 1
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended_request.write:  # in place, after the update has read them

@@ -13,7 +13,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters, needs_master
-from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
+from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
@@ -32,7 +32,7 @@ __all__ = ["RuleRows", "keys_of", "like_gradient"]
 
 
 class RuleRows:
-    """The rows of a plan, or those that a plan is extended by.
+    """The rows of a plan.
 
     Rows of one variant of a param group are adjacent, so that a backend runs them in one launch.
     They hold references to the gradients, so they are not kept after the plan is made.
@@ -50,8 +50,6 @@ class RuleRows:
             master and states, before a reshape or copy for the kernels.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
-        for_one_step: the indices of rows that only this step can use: those of complex parameters,
-            and those that have copies.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            variants: the variants of the plan, which gains those of ``params``.
+            variants: gains the variants of ``params``.
             params: what :func:`gradients.params_with_grads` returned.
             absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
@@ -99,26 +97,17 @@ class RuleRows:
             for variant, one, own_codecs in zip(of, params, codecs, strict=True)
         ]
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
-        by_variant = sorted(range(len(params)), key=of.__getitem__)
-        for part in (*rule.state, *rule.scalar_state):
-            tensors = [params[i].tensor for i in by_variant]
-            lay_end_to_end(tensors, [states[i] for i in by_variant], part.name)
-        in_memory = [_place_in_memory(rule, state) for state in states]
-        # Addresses differ from run to run, so buffers are numbered in the order of parameters.
-        buffers = {buffer: number for number, (buffer, _) in enumerate(in_memory)}
-        keys = [(of[i], buffers[buffer], offset) for i, (buffer, offset) in enumerate(in_memory)]
-        order = sorted(range(len(params)), key=keys.__getitem__)
+        order = sorted(range(len(params)), key=of.__getitem__)
         self.stepped_params: list[ParamWithGrad] = [params[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.for_one_step: list[int] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.states: list[Any] = []
         self.written_tensors: list[list[Tensor]] = []
         for number, i in enumerate(order):
-            one, state, n_copies = params[i], states[i], len(self.copies)
+            one, state = params[i], states[i]
             group, param = groups[one.group], one.tensor
             holder = masters.holder(group, param)
             # After unscale, a gradient can be removed from the parameter or from its master.
@@ -129,8 +118,6 @@ class RuleRows:
             like = like_gradient(row) if values is None else values
             assert row.param is not None and like is not None
             grad = dense_like(like, row.param)
-            if param.is_complex() or len(self.copies) > n_copies:
-                self.for_one_step.append(number)
             written_tensors = [state[part.name] for part in rule.all_state_for(row.flags)]
             if (master := masters.of(group, param)) is not None:
                 self.masters.append((number, master))
@@ -242,18 +229,6 @@ class RuleRows:
             and (grad is None or grad.data_ptr() == dtensor.local(one.tensor.grad).data_ptr())
             for row, grad, one in zip(self.rows, self.grads, self.stepped_params, strict=True)
         )
-
-
-def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
-    """The address of the buffer that ``state`` is in, and its place there; zeros without tensors.
-
-    States that were made in different steps are in different buffers; see :func:`lay_end_to_end`.
-    """
-    parts = (state.get(part.name) for part in (*rule.scalar_state, *rule.state))
-    part = next((dtensor.local(part) for part in parts if part is not None), None)
-    return (
-        (0, 0) if part is None else (part.untyped_storage().data_ptr(), int(part.storage_offset()))
-    )
 
 
 def like_gradient(row: ParamRow) -> Tensor | None:

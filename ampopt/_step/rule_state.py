@@ -1,8 +1,4 @@
-"""The states of parameters: creates missing ones, converts loaded ones, and packs small ones.
-
-Small state tensors and step counts share one contiguous buffer, so that the CPU backend updates
-them as one tensor.
-"""
+"""The states of parameters: creates missing ones, and converts loaded ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +10,6 @@ from ampopt._step import small_states
 from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
@@ -23,8 +18,6 @@ __all__ = [
     "StateCompleter",
     "complete",
     "convert",
-    "lay_end_to_end",
-    "shares_storage",
     "state_of",
     "widen_scalars",
 ]
@@ -174,43 +167,6 @@ def _new_state(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> T
     else:
         real(new).fill_(initial)
     return dtensor.from_local_like(new, like)
-
-
-def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
-    """Move ``state[name]`` of small CPU parameters into one buffer, as views of it.
-
-    Values, shapes and dtypes stay. A tensor that shares its storage already, such as one moved
-    before, is not moved again, so that parameters whose gradients come and go are not moved at
-    every step. The buffer lives as long as any of its views.
-    """
-    entries_to_move = [
-        (state, state[name], part)
-        for param, state in zip(params, states, strict=True)
-        if param.device.type == "cpu"
-        and isinstance(state.get(name), Tensor)
-        # Small states, and the step counts of large parameters.
-        and 0 < (part := dtensor.local(state[name])).numel() <= SMALL
-        and not shares_storage(part)
-        and part.is_contiguous()
-    ]
-    by_dtype: dict[torch.dtype, list[tuple[dict[str, Any], Tensor, Tensor]]] = {}
-    for entry in entries_to_move:
-        by_dtype.setdefault(entry[1].dtype, []).append(entry)
-    for entries in by_dtype.values():
-        if len(entries) < 2:
-            continue
-        buffer = torch.cat([old.detach().reshape(-1) for _, _, old in entries])
-        parts = buffer.split([old.numel() for _, _, old in entries])
-        for (state, whole, old), part in zip(entries, parts, strict=True):
-            state[name] = dtensor.from_local_like(part.view(old.shape), whole)
-
-
-def shares_storage(tensor: Tensor) -> bool:
-    """Whether the storage of ``tensor`` is larger than ``tensor``."""
-    tensor = dtensor.local(tensor)
-    if tensor.layout != torch.strided:  # a sparse momentum has no storage
-        return False
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:

@@ -18,11 +18,10 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.native.objects import addresses, sizes
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import address_range, is_dense, share_memory
 
-__all__ = ["CheckedParam", "check_master", "check_states", "may_overlap"]
+__all__ = ["CheckedParam", "check_master", "check_states"]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -282,25 +281,6 @@ def _check_no_overlap(memory: list[_WrittenTensor]) -> None:
         if end > start:
             open_.append(one)
             reach = max(reach, end)
-
-
-def may_overlap(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether the address range of one of ``tensors`` overlaps that of one of ``others``.
-
-    Args:
-        tensors: local, strided tensors.
-        others: the same; dense, as there may be thousands, for each of which no Python runs.
-    """
-    if not (tensors and others):
-        return False
-    ranges = torch.tensor(list(map(address_range, tensors)), device="cpu")
-    starts, ends = ranges.sort(0).values.unbind(1)
-    first = torch.frombuffer(addresses(others), dtype=torch.int64)
-    last = first + torch.frombuffer(sizes(others), dtype=torch.int64)
-    # Of those that start before another one ends, all but those that end before it starts.
-    overlapping = torch.searchsorted(starts.contiguous(), last)
-    overlapping -= torch.searchsorted(ends.contiguous(), first, right=True)
-    return bool(overlapping.any())
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

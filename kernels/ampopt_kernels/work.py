@@ -136,9 +136,7 @@ class Work:
 
     Attributes:
         device: where all tensors of the rows are.
-        rows: one for each parameter, in any order. A row may have no elements. More are appended by
-            :meth:`extend`.
-        retired_rows: the indices of rows that are out of use; see :meth:`retire`.
+        rows: one for each parameter, in any order. A row may have no elements.
         grads: the gradient of each row, with the strides of its ``param``, or ``None`` for a row
             that :attr:`present` omits; empty between steps.
         present: for each row 1 if its parameter has a gradient in this step, else 0;
@@ -150,8 +148,6 @@ class Work:
             backend makes it.
         grads_version: a count that goes up when ``grads`` are replaced, so that a backend knows
             when addresses of gradients are out of date.
-        rows_version: a count that goes up when rows are appended or retired, so that a backend
-            knows when its ``backend_rows`` are out of date.
     """
 
     device: torch.device
@@ -163,29 +159,6 @@ class Work:
     backend_rows: Any = None
     grads_version: int = field(default=0, init=False)
     present: bytearray | None = field(default=None, init=False)
-    retired_rows: set[int] = field(default_factory=set, init=False)
-    rows_version: int = field(default=0, init=False)
-
-    def retire(self, index: int) -> None:
-        """Take the row of this index out of use: from now on, no step has a gradient for it.
-
-        A row without tensors takes its place, so that the memory of its states can be freed.
-        """
-        row = self.rows[index]
-        self.rows[index] = ParamRow(row.grad_dtype, flags=row.flags, group=row.group)
-        self.retired_rows.add(index)
-        self.rows_version += 1
-
-    def extend(self, rows: Sequence[ParamRow]) -> None:
-        """Append ``rows``; the backend takes them up in the next step."""
-        self.rows += rows
-        self.rows_version += 1
-        if "owners" in self.__dict__:
-            self.owners = [*self.owners, *(row.owner for row in rows)]
-        if "compute_dtypes" in self.__dict__:
-            self.compute_dtypes = [*self.compute_dtypes, *(row.compute_dtype for row in rows)]
-        for name in ("keyed", "empty", "scalar_dtypes"):
-            self.__dict__.pop(name, None)
 
     def present_rows(self) -> Iterator[tuple[int, ParamRow, Tensor]]:
         """Yield index, row and gradient of each row that has a gradient in this step."""

@@ -70,24 +70,6 @@ def test_the_reason_for_a_new_plan_is_shown(eager):
     )
 
 
-def test_an_extension_of_the_plan_is_shown_with_its_reason(eager):
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(12)]
-    optimizer = ampopt.AdamW([(f"p{i}", p) for i, p in enumerate(params)])
-    for p in params[:10]:
-        p.grad = torch.ones(2)
-    optimizer.unscale_and_step(grads_scaled_by=1.0)
-    with profile(optimizer) as report:
-        for p in params[10:]:
-            p.grad = torch.ones(2)
-            optimizer.unscale_and_step(grads_scaled_by=1.0)
-    reasons = [f"p{i} has a gradient for the first time" for i in (10, 11)]
-    assert report.extensions == {"AdamW": dict.fromkeys(reasons, 1)}
-    assert report.plans == {"AdamW": {}}
-    assert "".join(f"  plan of its steps extended 1 time: {reason}\n" for reason in reasons) in str(
-        report
-    )
-
-
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_launches_are_counted_and_a_missing_gradient_is_named(monkeypatch):
     monkeypatch.setattr("ampopt.backend._chosen", "triton")

@@ -86,13 +86,11 @@ class CpuBackend(Backend):
         """See :meth:`Backend.prepare`."""
         if not isinstance(work.backend_rows, Bundles):
             work.backend_rows = Bundles()
-        rows, new = work.backend_rows, []
-        if rows.rows_version != work.rows_version:
-            new = rows.take(work)
+            work.backend_rows.take(work)
+        rows = work.backend_rows
         if rows.prepared_by is not self:
-            rows.update_bundles, new = [], rows.bundles
-        if new or rows.prepared_by is not self:
-            rows.prepared_by = self if self._prepare_functions(work, new) else None
+            rows.update_bundles = []
+            rows.prepared_by = self if self._prepare_functions(work, rows.bundles) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:
         """Return what :meth:`Backend.detect` does."""

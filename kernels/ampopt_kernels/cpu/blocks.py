@@ -8,7 +8,7 @@ copied to scratch and back. Step counts differ only where some step had no gradi
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, starmap
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,15 +135,11 @@ class Bundles:
         update_bundles: the same rows as ``update`` takes them; a backend may divide bundles more.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
-        rows_version: :attr:`Work.rows_version` of the rows in them; ``None`` without rows.
-        n_first: the number of rows that :meth:`take` divided first.
     """
 
     bundles: list[tuple[Block, Bundle]] = field(default_factory=list)
     update_bundles: list[tuple[Block, Bundle]] = field(default_factory=list)
     prepared_by: Any = None
-    rows_version: int | None = None
-    n_first: int = 0
 
     def gather(self, work: Work) -> list[Tensor]:
         """Return the gradients of this step as ``update`` reads them."""
@@ -151,58 +147,24 @@ class Bundles:
         return grads if work.present is None else [grad for grad in grads if grad is not None]
 
     def take(self, work: Work) -> list[tuple[Block, Bundle]]:
-        """Divide the rows of ``work`` into blocks and bundles.
-
-        Blocks of the rows that were divided first stay as they are. Those of rows that were
-        appended since are made again at each call.
-
-        Returns:
-            The new bundles, which are the last of :attr:`bundles`. A backend has to prepare them
-            and append them to :attr:`update_bundles`.
-        """
-        self._drop_retired(work)
+        """Divide the rows of ``work`` into blocks and bundles."""
         blocks: list[list[ParamRow]] = []
-        for row in work.rows[self.n_first :]:
+        for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):
                 blocks[-1].append(row)
             else:
                 blocks.append([row])
-        starts = accumulate((len(rows) for rows in blocks), initial=self.n_first)
-        in_use = (at for at in zip(blocks, starts, strict=False) if at[0][0].param is not None)
-        new = [
+        starts = accumulate(map(len, blocks), initial=0)
+        self.bundles = [
             (block, bundle)
-            for block in starmap(Block.of, in_use)
+            for block in map(Block.of, blocks, starts)
             for bundle in Bundle.all_of(block.rows, block.start)
         ]
-        self.bundles += new
-        if self.rows_version is None:
-            self.n_first = len(work.rows)
-        self.rows_version = work.rows_version
-        return new
-
-    def _drop_retired(self, work: Work) -> None:
-        """Drop the bundles of rows that were not divided first, or of a single retired row."""
-        retired_rows, n_first = work.retired_rows, self.n_first
-        for block in {id(block): block for block, _ in self.bundles}.values():
-            for place in (index - block.start for index in retired_rows):
-                if 0 <= place < len(block.rows):
-                    block.rows[place] = work.rows[block.start + place]
-        self.bundles, self.update_bundles = (
-            [
-                (block, bundle)
-                for block, bundle in bundles
-                if block.start < n_first
-                and not (bundle.copies is None and bundle.among[0] in retired_rows)
-            ]
-            for bundles in (self.bundles, self.update_bundles)
-        )
+        return self.bundles
 
 
 def _advance_together(last: ParamRow, row: ParamRow) -> bool:
-    """Whether ``row`` may follow ``last`` in a block: same group, same scalars present.
-
-    Rows that were retired are in blocks of their own, which have no bundles.
-    """
-    return (last.group, last.param is None) == (row.group, row.param is None) and all(
+    """Whether ``row`` may follow ``last`` in a block: same group, same scalars present."""
+    return last.group == row.group and all(
         (a is None) is (b is None) for a, b in zip(last.scalars, row.scalars, strict=True)
     )

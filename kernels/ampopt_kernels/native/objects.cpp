@@ -56,14 +56,6 @@ extern "C" int addresses(PyObject* tensors, int64_t* numbers) {
     });
 }
 
-// Writes how many bytes the elements of each tensor take.
-extern "C" int sizes(PyObject* tensors, int64_t* numbers) {
-    return all_of(tensors, [&](PyObject* tensor) {
-        *numbers++ = THPVariable_Unpack(tensor).nbytes();
-        return true;
-    });
-}
-
 extern "C" int bump_versions(PyObject* tensors) {
     return all_of(tensors, [](PyObject* tensor) {
         THPVariable_Unpack(tensor).unsafeGetTensorImpl()->bump_version();

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampopt_kernels.native.build import Library
 
-__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops", "sizes"]
+__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 
 QUESTIONS = 1000
 """Checks that run in Python before the compiler is started: about a hundred steps."""
@@ -105,7 +105,7 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     functions.hold.argtypes = (objects, pointer, objects, objects, objects)
-    functions.addresses.argtypes = functions.sizes.argtypes = (objects, pointer)
+    functions.addresses.argtypes = (objects, pointer)
     functions.laid_out.argtypes = (objects, pointer, objects)
     functions.bump_versions.argtypes = (objects,)
     functions.layouts.argtypes, functions.layouts.restype = (objects, pointer, count), count
@@ -129,16 +129,6 @@ def addresses(tensors: list[Any]) -> array:
         )  # from a map, array() would be slower
     except TypeError:  # a tensor is None
         return array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-
-def sizes(tensors: list[Tensor]) -> array:
-    """Return how many bytes the elements of each tensor take, as 64-bit integers."""
-    library = loops.get()
-    if library is not None:
-        numbers = array("q", bytes(8 * len(tensors)))
-        if library.sizes(tensors, numbers.buffer_info()[0]):
-            return numbers
-    return array("q", list(map(operator.attrgetter("nbytes"), tensors)))
 
 
 def bump_versions(tensors: list[Tensor]) -> None:
@@ -264,28 +254,6 @@ class LayoutGuard:
             for index, tensor in enumerate(tensors)
             if tensor is not None and any(of(tensor) != stored[index] for of, stored in properties)
         ]
-
-    def extend(self, tensors: list[Tensor]) -> bool:
-        """Store the layouts of further ``tensors``, behind those that are stored.
-
-        Returns:
-            Whether that was possible. It is not where Python compares, and other properties tell
-            the further tensors apart; nothing is stored then.
-        """
-        if self._numbers is not None:
-            if (numbers := _numbers(tensors)) is None:
-                return False
-            self._numbers += numbers
-        else:
-            properties = list(_properties_of(tensors))
-            assert self._properties is not None
-            if properties != [of for of, _ in self._properties]:
-                return False
-            for of, stored in self._properties:
-                stored += map(of, tensors)
-        self._n += len(tensors)
-        self._classes.update(map(type, tensors))
-        return True
 
 
 # Made once, as lists of properties are compared.

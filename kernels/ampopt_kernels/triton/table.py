@@ -125,7 +125,6 @@ class Table:
         flag_sets: all different flags of the rows; empty if ``scalars`` of the rule takes no flags.
         aligned: for each row, whether its addresses are multiples of 16 bytes.
         grads_version: ``Work.grads_version`` of the gradients in the table.
-        rows_version: ``Work.rows_version`` of the rows in the table.
         lines: the :class:`~ampopt_kernels.triton.lines.Lines` that the rule averages over; ``None``
             until they are needed.
         prepared: whether the launches of update are compiled.
@@ -144,7 +143,6 @@ class Table:
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     grads_version: int
-    rows_version: int
     lines: Any = None
     prepared: bool = False
 
@@ -168,10 +166,8 @@ class Table:
     def of(work: Work) -> "Table":
         """The table of ``work``; sent to the device again if an address or a size has changed."""
         table = work.backend_rows if isinstance(work.backend_rows, Table) else None
-        if (
-            table is None
-            or table.rows_version != work.rows_version
-            or (table.grads_version != work.grads_version and not table._takes_gradients_of(work))
+        if table is None or (
+            table.grads_version != work.grads_version and not table._takes_gradients_of(work)
         ):
             work.backend_rows = table = Table._new(work)
         return table
@@ -205,11 +201,10 @@ class Table:
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
         aligned: list[bool] = []
-        tensors = (
-            grad if row.param is None else row.param
+        sizes = [
+            (grad if row.param is None else row.param).numel()
             for row, grad in zip(work.rows, work.grads, strict=True)
-        )
-        sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]  # 0 if retired
+        ]
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             streams = [0 if t is None else t.data_ptr() for t in (grad, *row.outputs)]
             aligned.append(all(address % 16 == 0 for address in streams))
@@ -267,7 +262,6 @@ class Table:
             flag_sets=flag_sets,
             aligned=aligned,
             grads_version=work.grads_version,
-            rows_version=work.rows_version,
         )
 
 

@@ -1,4 +1,4 @@
-"""Steps that change what is stepped: a plan that is kept or extended steps as a new one."""
+"""Steps that change what is stepped: a plan that is kept steps as a new one."""
 
 import gc
 import random
@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.counted_operations import counted
 from support.gpus import ON_A_GPU
 from support.langevin import Langevin
 from support.strategies import fewer
@@ -17,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import plan, state_checks
-from ampopt._step.rows import RuleRows
 from ampopt.testing.bits import assert_same, everything
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -178,9 +175,7 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton", ON_A_GPU], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_that_is_kept_or_extended_steps_as_a_new_one(kind, backend, monkeypatch):
-    monkeypatch.setattr(plan, "SHARE", 0)  # however much changes, no whole plan is made for that
-
+def test_a_plan_that_is_kept_steps_as_a_new_one(kind, backend):
     @fewer(0.5)
     @example(TELLING, True)
     @example(ONE_DTYPE, True)
@@ -204,12 +199,11 @@ def stepped(optimizer: Any, present: Iterable[Parameter]) -> None:
     optimizer.unscale_and_step(grads_scaled_by=2.0)
 
 
-def reasons(optimizer: Any) -> tuple[list[str], list[str]]:
-    """The reasons for new plans, and for extensions, since the last call of this function."""
+def reasons(optimizer: Any) -> list[str]:
+    """The reasons for new plans since the last call of this function."""
     runner = optimizer._ampopt.runner
-    found = list(runner.reasons.elements()), list(runner.extensions.elements())
+    found = list(runner.reasons.elements())
     runner.reasons.clear()
-    runner.extensions.clear()
     return found
 
 
@@ -222,28 +216,14 @@ def of_parameters(n: int) -> tuple[list[Parameter], Any]:
 def test_sets_that_alternate_or_are_random_need_no_new_plan(backend):
     params, optimizer = of_parameters(6)
     stepped(optimizer, params)
-    assert reasons(optimizer) == (["the first step"], [])
+    assert reasons(optimizer) == ["the first step"]
     draw = random.Random(0)
     for present in ([], params[:1], params[1:], *(draw.sample(params, 4) for _ in range(4))):
         stepped(optimizer, present)
     params[2].requires_grad_(False)
     stepped(optimizer, params[:2])
     stepped(optimizer, params)
-    assert reasons(optimizer) == ([], [])
-
-
-@pytest.mark.parametrize("backend", ["eager"], indirect=True)
-def test_parameters_that_appeared_in_different_steps_are_stepped_as_few_operations(backend):
-    def operations(sizes: Iterable[int]) -> int:
-        params, optimizer = of_parameters(12)
-        for n in sizes:
-            stepped(optimizer, params[:n])
-        # Few steps run ``Rule.scalars``, each for several to come.
-        return min(counted(lambda: stepped(optimizer, params)).total() for _ in range(2))
-
-    at_once = operations([12, *range(1, 12)])  # with the same step counts
-    # One more bundle, and copies of two averages and a count, and back.
-    assert operations(range(1, 13)) <= at_once + 30
+    assert reasons(optimizer) == []
 
 
 def replace_state(params: list[Parameter], optimizer: Any) -> None:
@@ -255,7 +235,7 @@ def move_state(params: list[Parameter], optimizer: Any) -> None:
     average.data = average.data.clone()
 
 
-EXTENDING: dict[str, tuple[Any, str]] = {
+CHANGES: dict[str, tuple[Any, str]] = {
     "moved": (
         lambda params, _: setattr(params[1], "data", params[1].data.clone()),
         "group 0, parameter 1 was moved to other memory",
@@ -271,8 +251,6 @@ EXTENDING: dict[str, tuple[Any, str]] = {
         "a param group was added or removed",
     ),
     "first gradient": (appear, "group 0, parameter 11 has a gradient for the first time"),
-}
-MAKING: dict[str, tuple[Any, str]] = {
     "loaded": (
         lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         "optimizer.state was replaced",
@@ -300,65 +278,41 @@ MAKING: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("change", [*EXTENDING, *MAKING])
-def test_a_plan_that_is_extended_or_made_again_says_why(change):
-    apply, reason = (EXTENDING | MAKING)[change]
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_is_made_again_says_why(change):
+    apply, reason = CHANGES[change]
     params, optimizer = of_parameters(12)
     stepped(optimizer, params[:-1])
     stepped(optimizer, params[:2])
-    assert reasons(optimizer) == (["the first step"], [])
+    assert reasons(optimizer) == ["the first step"]
     apply(params, optimizer)
     with_grads = params if change == "first gradient" else params[:-1]
     stepped(optimizer, with_grads)
     stepped(optimizer, with_grads[1:])
-    assert reasons(optimizer) == (([], [reason]) if change in EXTENDING else ([reason], []))
+    assert reasons(optimizer) == [reason]
 
 
-def test_a_whole_plan_is_made_after_many_changes():
-    params, optimizer = of_parameters(24)
-    stepped(optimizer, params[:16])
-    reasons(optimizer)
-    for n in range(17, 25):
-        stepped(optimizer, [params[0], *params[8:n]])
-    made, extended = reasons(optimizer)
-    assert len(made) == 1 and len(extended) == 7
-    stepped(optimizer, params)  # the whole plan has rows of those that had no gradient then
-    assert reasons(optimizer) == ([], [])
-    assert [int(optimizer.state[p]["step"]) for p in (params[1], params[8])] == [2, 10]
-
-
-def test_a_whole_plan_is_made_after_many_steps_without_a_change(monkeypatch):
-    monkeypatch.setattr(plan, "SETTLED", 3)
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+def test_a_new_plan_has_rows_of_parameters_whose_gradients_come_again_later(backend):
     params, optimizer = of_parameters(12)
-    for n in (11, *[12] * 9):
-        stepped(optimizer, params[:n])
-    assert reasons(optimizer) == (
-        ["the first step", "the plan was extended, and 3 steps have changed nothing since"],
-        ["group 0, parameter 11 has a gradient for the first time"],
-    )
+    for n in range(0, 12, 4):  # four have their first gradients
+        stepped(optimizer, params[n : n + 4])
+    assert len(reasons(optimizer)) == 3
+    stepped(optimizer, params)
+    assert reasons(optimizer) == []
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2] * 12
 
 
-@pytest.mark.parametrize("change", [appear, add_group, replace_state])
-def test_a_change_of_one_parameter_makes_one_row_and_checks_one_state(change, monkeypatch):
-    params, optimizer = of_parameters(12)
-    stepped(optimizer, params[:11])
-    rows = optimizer._ampopt.runner.plan.works[0].rows.copy()
-    made, checked = [], []
-    make, check = RuleRows._row, state_checks._check_state
-    monkeypatch.setattr(RuleRows, "_row", lambda *a: made.append(a[1].tensor) or make(*a))
-    monkeypatch.setattr(
-        state_checks, "_check_state", lambda *a: checked.append(a[1].param) or check(*a)
+@pytest.mark.parametrize("how", ["all states", "one state"])
+def test_a_parameter_without_a_gradient_gets_no_states_in_a_new_plan(how):
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params)
+    optimizer.state.pop(params[0]) if how == "all states" else optimizer.state[params[0]].pop(
+        "step"
     )
-    change(params, optimizer)
-    optimizer.step()
-    expected = params[1] if change is replace_state else params[-1]
-    assert len(made) == len(checked) == 1
-    assert made[0] is checked[0] is expected
-    rows_now = optimizer._ampopt.runner.plan.works[0].rows
-    assert [rows_now[i] is not row for i, row in enumerate(rows)] == [
-        change is replace_state and row.param is not None and row.owner.key == id(params[1])
-        for row in rows
-    ]
+    before = dict(optimizer.state.get(params[0], {}))
+    stepped(optimizer, params[1:])
+    assert_same(dict(optimizer.state.get(params[0], {})), before, "after a step without it")
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
@@ -369,12 +323,12 @@ def test_the_memory_of_a_replaced_state_of_a_large_parameter_is_freed(backend):
     old = StorageWeakRef(optimizer.state[params[0]]["exp_avg"].untyped_storage())
     replace_states(params, optimizer, 0, 9)
     stepped(optimizer, params)
-    assert reasons(optimizer)[1] == ["a state of group 0, parameter 0 was replaced"]
+    assert reasons(optimizer)[1:] == ["a state of group 0, parameter 0 was replaced"]
     gc.collect()
     assert old.expired()
 
 
-def test_a_state_that_shares_memory_with_another_is_refused_where_a_plan_would_be_extended():
+def test_a_state_that_comes_to_share_memory_with_another_is_refused():
     params, optimizer = of_parameters(12)
     stepped(optimizer, params)
     optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[7]]["exp_avg_sq"]
@@ -407,4 +361,3 @@ def test_an_invalid_state_of_a_new_row_changes_nothing_and_the_plan_goes_on():
     del optimizer.state[params[11]]["exp_avg"]
     stepped(optimizer, params)
     assert [int(optimizer.state[p]["step"]) for p in (params[0], params[11])] == [2, 1]
-    assert reasons(optimizer)[0] == ["the first step"]

@@ -266,7 +266,7 @@ def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
 
     Returns:
         The collectives of each step; how many gradients had their placements compared with those of
-        their parameters in steps that made no plan; and the reasons for plans and extensions.
+        their parameters in steps that made no plan; and the reasons for plans.
     """
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -285,7 +285,7 @@ def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
         counts.append(mode.get_total_counts())
         compared += spy.call_count * (plan is optimizer._ampopt.runner.plan)
     runner = optimizer._ampopt.runner
-    return counts, compared, dict(runner.reasons + runner.extensions)
+    return counts, compared, dict(runner.reasons)
 
 
 @pytest.mark.parametrize("layout", SHAPES)

@@ -15,7 +15,6 @@ from ampopt_kernels.native.objects import (
     addresses,
     bump_versions,
     loops,
-    sizes,
 )
 
 
@@ -201,28 +200,6 @@ def test_the_tensors_with_another_layout_are_found(what):
     assert guard.changed(example()) == []
     assert guard.changed([CHANGED[what], *example()[1:]]) == [0]
     assert guard.changed([None, CHANGED[what], CHANGED[what]]) == [1, 2]
-
-
-@pytest.mark.parametrize("what", CHANGED)
-def test_a_guard_that_is_extended_compares_further_tensors_too(what):
-    guard = LayoutGuard(example())
-    assert guard.extend(example())
-    assert guard.present([*example(), *example()]) == bytearray(b"\1" * 6)
-    assert guard.present(example()) is None
-    assert guard.changed([*example(), CHANGED[what], *example()[1:]]) == [3]
-
-
-def test_a_guard_that_could_not_tell_further_tensors_apart_is_not_extended():
-    guard, contiguous = LayoutGuard([torch.ones(2, 3)]), torch.ones(2, 3)
-    if guard.extend([torch.zeros(3, 2).t()]):
-        assert guard.changed([contiguous, contiguous]) == [1]
-    else:
-        assert guard.present([contiguous]) == bytearray((1,))
-
-
-def test_sizes_are_in_bytes():
-    tensors = [torch.ones(2, 3), torch.ones(5, dtype=torch.bfloat16), torch.ones(0)]
-    assert sizes(tensors).tolist() == [24, 10, 0]
 
 
 def test_the_address_of_none_is_0():
