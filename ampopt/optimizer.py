@@ -251,7 +251,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Step post-hooks run after skipped steps too, also after plain steps and steps of a scaler.
         In such a hook, :attr:`grad_norm` is the norm of the step before it. Reading the flag does
-        not synchronize. Example:
+        not synchronize.
+
+        Example:
             >>> skipped = torch.zeros(())
             >>> def count(optimizer, args, kwargs):
             ...     if optimizer.found_inf is not None:

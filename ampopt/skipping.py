@@ -49,7 +49,9 @@ class skip_when:
 
     Without synchronizing: parameters and state stay bitwise the same, ``found_inf`` of the step is
     more than 0, and :class:`ampopt.Watch` records the cause. The loss scale stays the same, and
-    the step is not counted towards its growth. Example:
+    the step is not counted towards its growth.
+
+    Example:
         >>> handle = ampopt.skip_when(optimizer, norm_deviations=6.0, warmup=100)
         >>> ...  # train with optimizer.unscale_and_step(grads_scaled_by=scale), or TrainStep
         >>> handle.remove()

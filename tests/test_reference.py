@@ -1,12 +1,15 @@
-"""Everything public has a docstring that describes its arguments."""
+"""Everything public is in the reference, with a docstring that describes its arguments."""
 
 import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
 
 MODULES = (
     "ampopt",
@@ -72,6 +75,19 @@ def undescribed_arguments(function: Any, said: str) -> list[str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_everything_public_has_a_docstring(module):
     assert [name for name, _, said in described(module) if not said.strip()] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_everything_public_is_on_a_page_of_the_reference(module):
+    """By name, or with the whole of its module."""
+    pages = (ROOT / "examples" / "reference").glob("*.md")
+    lines = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    if re.search(rf"automodule:: {re.escape(module)}$", lines, re.MULTILINE):
+        return
+    names = set(re.findall(r"(?:auto\w+|py:\w+):: (?:[\w.]+\.)?(\w+)$", lines, re.MULTILINE))
+    shown = importlib.import_module(module)
+    modules = {name for name in shown.__all__ if inspect.ismodule(getattr(shown, name))}
+    assert set(shown.__all__) - modules - names == set()
 
 
 @pytest.mark.parametrize("module", MODULES)

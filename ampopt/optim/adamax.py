@@ -18,7 +18,9 @@ class Adamax(ElementwiseOptimizer, torch.optim.Adamax):
     """``torch.optim.Adamax`` with loss scaling, overflow tests and skips built in.
 
     Constructor, defaults and results are those of torch. ``unscale``, ``unscale_and_step`` and
-    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`. Example:
+    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`.
+
+    Example:
         >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:

@@ -27,8 +27,8 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Needs a closure, and synchronizes, in every step, as torch's LBFGS does.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size,
-            line_search_fn: as in ``torch.optim.LBFGS``.
+        params, lr, max_iter, max_eval, line_search_fn: as in ``torch.optim.LBFGS``.
+        tolerance_grad, tolerance_change, history_size: likewise.
         maximize: as in torch 2.15 or later.
         **options: see :class:`ampopt.options.OptimizerOptions`.
 

@@ -35,14 +35,14 @@ class Muon(Optimizer, torch.optim.Muon):
     whole matrices in bfloat16, which no elementwise rule can. Neither the step nor the inherited
     methods synchronize, unless a closure is passed.
 
-    For ``DTensor``s, results are those of one process that has the whole matrices: each matrix is
-    gathered on one rank, which orthogonalizes it and sends the shards of the update back. That
-    takes three collectives for all matrices together. Of each parameter, all ranks must have the
-    gradient, or none.
+    On ``DTensor`` parameters, results are those of one process that has the whole matrices: each
+    matrix is gathered on one rank, which orthogonalizes it and sends the shards of the update back.
+    That takes three collectives for all matrices together. Of each parameter, all ranks must have
+    the gradient, or none.
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
-            as in ``torch.optim.Muon``.
+        params, lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``.
+        ns_coefficients, eps, ns_steps, adjust_lr_fn: likewise.
         **options: see :class:`ampopt.options.OptimizerOptions`.
     """
 
