@@ -62,6 +62,8 @@ __all__ = [
     "is_profiled",
     "is_wrapped_by_scheduler",
     "mark_as_called",
+    "operator_name",
+    "operators_named",
     "orthogonalize",
     "put_step_hooks",
     "pytree",
@@ -202,6 +204,23 @@ treat each as a higher-order operator, which says nothing."""
 def is_operator(func: Any) -> bool:
     """Whether the dispatched ``func`` is one operator, with a schema that says what it writes."""
     return isinstance(func, torch._ops.OpOverload)
+
+
+def operator_name(func: Any) -> str:
+    """``"namespace::name"`` of an operator of ``torch.ops``; of other functions ``__name__``.
+
+    Gone: ``__name__`` alone, so that operators of ``torch.library`` are found by the second part.
+    """
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return "::".join(str(func).split(".")[:2])
+    return func.__name__
+
+
+def operators_named(name: str) -> list[Any]:
+    """The overloads of the operator ``"namespace::name"``; none if it is not registered."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None) if operator else None
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet else []
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from ampopt._step.torch_private import constant_to_dynamo, function_modes, functional_bodies
+from ampopt._step.torch_private import (
+    constant_to_dynamo,
+    function_modes,
+    functional_bodies,
+    operator_name,
+    operators_named,
+    schema_of,
+)
 from ampopt.precision.cast import as_tuple
+from ampopt.precision.presets import PADDLE_NAMES
 
-__all__ = ["autocast"]
+__all__ = ["autocast", "check_names"]
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,12 +30,13 @@ class autocast:
     """``torch.autocast``, with operators added to its lists by name.
 
     A name stands for all functions of that name: ``"softmax"`` for ``torch.softmax``,
-    ``torch.nn.functional.softmax`` and ``Tensor.softmax``; ``"matmul"`` also for ``@``. Contexts
-    nest: the lists of an outer one stay on inside, and for an operator that both list, the inner
-    list takes precedence. ``enabled=False``, of this or of a ``torch.autocast`` inside, turns all
-    lists off. The object can be used as a decorator, and be entered several times. As under
-    ``torch.autocast``, tensors in float64, integers, tensors on other devices, and calls with
-    ``out=`` or ``inplace=True`` are not cast.
+    ``torch.nn.functional.softmax`` and ``Tensor.softmax``; ``"matmul"`` also for ``@``. An operator
+    of ``torch.library`` is named as there: ``"mylib::attention"``. Contexts nest: the lists of an
+    outer one stay on inside, and for an operator that both list, the inner list takes precedence.
+    ``enabled=False``, of this or of a ``torch.autocast`` inside, turns all lists off. The object
+    can be used as a decorator, and be entered several times. As under ``torch.autocast``, tensors
+    in float64, integers, tensors on other devices, and calls with ``out=`` or ``inplace=True`` are
+    not cast.
 
     **torch.compile.** The lists become part of the graph. Enter the context around the compiled
     function, or create it inside.
@@ -84,7 +93,7 @@ class autocast:
                 operator that writes to its arguments.
         """
         allow, deny = as_tuple("allow", allow), as_tuple("deny", deny)
-        _check_names(allow, deny)
+        check_names(allow, deny)
         low = dict.fromkeys(_spellings(allow), True) | dict.fromkeys(_spellings(deny), False)
         self._torchs = (device_type, dtype, enabled, cache_enabled)
         self._lists = _Lists(device_type, low) if low else contextlib.nullcontext()
@@ -136,7 +145,7 @@ class _Lists(TorchFunctionMode):
         """Run ``func`` in the dtype of its list, or as torch does if no list has it."""
         kwargs = kwargs or {}
         writes = kwargs.get("out") is not None or kwargs.get("inplace")
-        low = None if writes else self._low.get(func.__name__)
+        low = None if writes else self._low.get(_name_of(func))
         if low is None or not torch.is_autocast_enabled(self._device_type):
             if func not in _BODIES:
                 return func(*args, **kwargs)
@@ -179,6 +188,9 @@ def _spellings(names: Collection[str]) -> list[str]:
     return [spelling for name in names for spelling in (name, f"__{name}__", f"__r{name}__")]
 
 
+_name_of = constant_to_dynamo(operator_name)
+
+
 @functools.cache  # for a context that is made anew in each training step
 def _operator_names() -> set[str]:
     """The names of all functions of torch that ``__torch_function__`` can intercept."""
@@ -186,8 +198,12 @@ def _operator_names() -> set[str]:
 
 
 @constant_to_dynamo
-def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
-    """Raise if a name is in both lists, is not an operator, or cannot be cast."""
+def check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
+    """Check the names of two lists.
+
+    Raises:
+        ValueError: a name is in both lists, is not an operator, or cannot be cast.
+    """
     for name in (*allow, *deny):
         if name in allow and name in deny:
             raise ValueError(f"{name!r} is in both allow and deny: leave it in one of them")
@@ -197,7 +213,28 @@ def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
                 f"{name!r} writes to its arguments, so they cannot be cast: choose the dtype of "
                 "the module with ampopt.cast(keep=...) or ampopt.run_in"
             )
-        if name not in _operator_names():
-            near = difflib.get_close_matches(name, sorted(_operator_names()), n=5)
-            hint = f"did you mean one of {near}?" if near else "write it as torch.<name>"
-            raise ValueError(f"no operator of torch is called {name!r}: {hint}")
+        registered = operators_named(name)
+        if any(schema_of(operator).is_mutable for operator in registered):
+            raise ValueError(
+                f"{name!r} writes to its arguments, so they cannot be cast: register the dtypes of "
+                "the operator with torch.library.register_autocast"
+            )
+        if name not in _operator_names() and not registered:
+            raise ValueError(f"no operator of torch is called {name!r}: {_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """What to write instead of ``name``, which no operator has."""
+    if name in PADDLE_NAMES:
+        return f"Paddle's operator is {PADDLE_NAMES[name]!r} in torch"
+    if "::" in name:
+        return "import the library that registers it before"
+    near = difflib.get_close_matches(name, sorted(_operator_names()), n=5)
+    return f"did you mean one of {near}?" if near else _OTHERS
+
+
+_OTHERS = (
+    "an operator of torch.library is named as in 'mylib::attention', or casts its arguments by "
+    "torch.library.register_autocast; a function or module of your own gets ampopt.run_in; and "
+    "forward of a torch.autograd.Function gets torch.amp.custom_fwd(cast_inputs=...)"
+)

@@ -1,9 +1,10 @@
 """Convert modules to a dtype: a model with its norms in float32, or one module inside a model."""
 
 import fnmatch
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ampopt._step.torch_private import NormBase, pytree, with_tensors
 
-__all__ = ["NORMS", "Model", "as_tuple", "cast", "check_dtypes", "run_in"]
+__all__ = ["NORMS", "Model", "as_tuple", "cast", "check_dtypes", "run_in", "run_kept_in_float32"]
 
 # NormBase stands for BatchNorm*, SyncBatchNorm and InstanceNorm*.
 NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -20,6 +21,7 @@ NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Model = TypeVar("Model", bound=nn.Module)
+Runs = TypeVar("Runs", bound=Callable[..., Any])
 
 
 def cast(
@@ -67,9 +69,7 @@ def cast(
         tensor.data = tensor.data.to(target)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(target)
-    within = {
-        inner for outer in model.modules() if _runs_in_own(outer) for inner in outer.modules()
-    }
+    within = _in_own(model)
     hooks: dict[nn.Module, Any] = {}
     if dtype != torch.float32:
         own = {module: _dtype_of(module) for module in model.modules() if module not in within}
@@ -81,8 +81,16 @@ def cast(
     return model
 
 
-def run_in(module: Model, dtype: torch.dtype) -> Model:
-    """Make one module compute in ``dtype``, whatever the dtype of the model around it.
+@overload
+def run_in(module: Runs, dtype: torch.dtype) -> Runs: ...
+
+
+@overload
+def run_in(module: torch.dtype) -> Callable[[Runs], Runs]: ...
+
+
+def run_in(module: Any, dtype: Any = None) -> Any:
+    """Make one module or function compute in ``dtype``, whatever the dtype of the model around it.
 
     Inputs are cast to ``dtype``, and so are parameters for each forward pass; stored parameters do
     not change. Autocast is off inside, and the result has ``dtype``. For modules inside that
@@ -92,23 +100,53 @@ def run_in(module: Model, dtype: torch.dtype) -> Model:
     Parameters that a forward pre-hook computes are not cast: use
     ``torch.nn.utils.parametrizations.spectral_norm``, not ``torch.nn.utils.spectral_norm``.
 
+    Of a function, the arguments and the result are cast, and no other tensor that it uses. As a
+    decorator, which apex calls ``float_function``::
+
+        @ampopt.run_in(torch.float32)
+        def similarity(a, b):
+            return (a * b).sum(-1)
+
     Args:
-        module: the module, which is changed in place.
+        module: the module, which is changed in place; or a function; or, alone, the ``dtype``.
         dtype: a floating-point dtype.
 
     Returns:
-        The module.
+        The module; or a new function, which calls the function; or a decorator.
 
     Raises:
-        TypeError: ``module`` is not a module.
+        TypeError: ``module`` is neither a module nor a function.
         ValueError: ``dtype`` is not a floating-point dtype; or a tensor of the module cannot be
             cast, because it is quantized, sparse or not initialized.
     """
+    if isinstance(module, torch.dtype) and dtype is None:
+        check_dtypes(dtype=module)
+        return functools.partial(run_in, dtype=module)
     check_dtypes(dtype=dtype)
+    if not isinstance(module, nn.Module):
+        if isinstance(module, type) or not callable(module):
+            what = "a class" if isinstance(module, type) else type(module).__name__
+            raise TypeError(f"expected a torch.nn.Module or a function, got {what}")
+
+        @functools.wraps(module)  # a function, so that it may become a method
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return _call_in(dtype, module, args, kwargs)
+
+        return function
     _plan(module, dtype, ())
     _take_off_hooks(module)
     module.__dict__["forward"] = partial(_forward_in, module, dtype)
     return module
+
+
+def run_kept_in_float32(model: nn.Module, keep: Collection[Any]) -> None:
+    """Turn autocast off in the modules that match ``keep``, until the next :func:`cast`.
+
+    A module with a ``run_in`` of its own keeps it.
+    """
+    for module in _matching(model, keep) - _in_own(model):
+        module.__dict__["forward"] = partial(_forward_in, module, torch.float32)
+        module.__dict__["_ampopt_kept"] = True
 
 
 def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
@@ -116,23 +154,37 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
     tensors = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
     copies = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    args, kwargs = _to((args, kwargs), dtype)
-    leaves = (*pytree.tree_leaves((args, kwargs)), *tensors.values(), torch.empty(0))
-    device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
-    with torch.autocast(device, enabled=False), with_tensors(module, copies):
-        result = type(module).forward(module, *args, **kwargs)
+    forward = partial(type(module).forward, module)
+    with with_tensors(module, copies):
+        result = _call_in(dtype, forward, args, kwargs, tensors.values())
     for name, tensor in tensors.items():
         if tensor.dtype != dtype and not isinstance(tensor, nn.Parameter):
             # Copy back what the module wrote to a buffer, such as running statistics, and keep the
             # full precision of elements that it did not write.
             same = copies[name] == tensor.to(dtype)
             tensor.copy_(torch.where(same, tensor, copies[name]))
-    return _to(result, dtype)
+    return result
+
+
+def _call_in(
+    dtype: torch.dtype, function: Any, args: Any, kwargs: Any, tensors: Iterable[Tensor] = ()
+) -> Any:
+    """Call ``function``, which uses ``tensors``, with inputs and results in ``dtype``."""
+    args, kwargs = _to((args, kwargs), dtype)
+    leaves = (*pytree.tree_leaves((args, kwargs)), *tensors, torch.empty(0))
+    device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
+    with torch.autocast(device, enabled=False):
+        return _to(function(*args, **kwargs), dtype)
 
 
 def _runs_in_own(module: nn.Module) -> bool:
     """Whether ``run_in`` was applied to ``module``."""
     return getattr(vars(module).get("forward"), "func", None) is _forward_in
+
+
+def _in_own(model: nn.Module) -> set[nn.Module]:
+    """The modules of ``model`` that ``run_in`` was applied to, and all modules in them."""
+    return {inner for outer in model.modules() if _runs_in_own(outer) for inner in outer.modules()}
 
 
 def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
@@ -181,10 +233,12 @@ def _put_on_hooks(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype |
 
 
 def _take_off_hooks(model: nn.Module) -> None:
-    """Remove the hooks of an earlier :func:`cast` from ``model`` and its submodules."""
+    """Remove what an earlier :func:`cast` put on ``model`` and its submodules."""
     for module in model.modules():
         for handle in module.__dict__.pop("_ampopt_cast", ()):
             handle.remove()
+        if module.__dict__.pop("_ampopt_kept", False):
+            del module.__dict__["forward"]
 
 
 def as_tuple(name: str, values: Any) -> tuple[Any, ...]:

@@ -12,8 +12,15 @@ from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.options import MASTER_BITS, STATE_BITS, check_master_bits, check_state_bits
-from ampopt.precision.autocast import autocast
-from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes
+from ampopt.precision.autocast import autocast, check_names
+from ampopt.precision.cast import (
+    NORMS,
+    Model,
+    as_tuple,
+    cast,
+    check_dtypes,
+    run_kept_in_float32,
+)
 from ampopt.precision.presets import LEVELS
 
 __all__ = ["Precision"]
@@ -40,7 +47,7 @@ class Precision:
             ``param_dtype`` and ``allow`` and ``deny`` are empty.
         output_dtype: the dtype to cast the model's results to; ``None``, the default, for no cast.
         keep: the modules that stay in float32: types, names or modules, as for :func:`ampopt.cast`.
-            By default all norms (``ampopt.NORMS``).
+            By default all norms (``ampopt.NORMS``). Where autocast is on, they run without it.
         allow: names of operators that autocast runs in ``compute_dtype``, in addition to torch's.
         deny: names of operators that autocast runs in float32, in addition to torch's.
         master_weights: whether the optimizer keeps float32 master weights. Default ``False``.
@@ -88,7 +95,7 @@ class Precision:
         check_master_bits(self.master_bits)
         if self.master_bits != 32 and not masters:
             raise ValueError(f"master_bits={self.master_bits} needs master_weights=True")
-        autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
+        check_names(self.allow, self.deny)
         if not callable(self.scaling):
             self.loss_scale()
 
@@ -101,19 +108,38 @@ class Precision:
                 ``"fleet"``, ``"mindspore-O0"``, ``"mindspore-O2"``, ``"mindspore-O3"`` or
                 ``"nnabla-half"``. ``ampopt.precision.presets`` lists the source of each, and what
                 it omits.
-            overrides: fields to replace, such as ``compute_dtype=torch.bfloat16``.
+            overrides: fields to replace, such as ``compute_dtype=torch.bfloat16``. ``allow`` and
+                ``deny`` add to the lists of the policy, and a name in one leaves the other.
 
         Raises:
-            TypeError: an override is not a field.
+            TypeError: an override is not a field, or of the wrong type.
             ValueError: ``name`` is unknown; or as for the class.
         """
         if name not in LEVELS:
             raise ValueError(f"no level is called {name!r}: choose one of {sorted(LEVELS)}")
-        return cls(**{**LEVELS[name], **overrides})
+        level = LEVELS[name]
+        added = {field: as_tuple(field, overrides.get(field, ())) for field in ("allow", "deny")}
+        for field, other in (("allow", "deny"), ("deny", "allow")):
+            left = [one for one in level.get(field, ()) if one not in added[other]]
+            overrides[field] = tuple(dict.fromkeys([*left, *added[field]]))
+        return cls(**{**level, **overrides})
 
     def prepare(self, model: Model) -> Model:
-        """Cast ``model`` in place, by :func:`ampopt.cast`, and return it."""
-        return cast(model, self.param_dtype, self.keep, self.output_dtype)
+        """Convert ``model`` in place, by :func:`ampopt.cast`, and return it.
+
+        Where autocast is on, the modules that match ``keep`` run without it, in float32, as by
+        :func:`ampopt.run_in`; a module with a ``run_in`` of its own keeps it. A second call
+        replaces the first.
+        """
+        cast(model, self.param_dtype, self.keep, self.output_dtype)
+        if self._autocasts:
+            run_kept_in_float32(model, self.keep)
+        return model
+
+    @property
+    def _autocasts(self) -> bool:
+        """Whether autocast is on."""
+        return bool(self.compute_dtype != self.param_dtype or self.allow or self.deny)
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """The context in which to call the model and the loss function.
@@ -121,9 +147,9 @@ class Precision:
         Args:
             device_type: the device type of the model, such as ``"cuda"``.
         """
-        if self.compute_dtype == self.param_dtype and not (self.allow or self.deny):
-            return contextlib.nullcontext()
-        return autocast(device_type, self.compute_dtype, self.allow, self.deny)
+        if self._autocasts:
+            return autocast(device_type, self.compute_dtype, self.allow, self.deny)
+        return contextlib.nullcontext()
 
     @property
     def optimizer_options(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import float16, float32
 
 from ampopt._step.torch_private import BatchNorm
 
-__all__ = ["LEVELS"]
+__all__ = ["LEVELS", "PADDLE_NAMES"]
 
 _BOTH_FLOAT32 = """acos asin binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy
     cumprod cumsum dist erfinv exp expm1 group_norm interpolate layer_norm log log10 log2
@@ -60,3 +60,25 @@ LEVELS: dict[str, dict[str, Any]] = {
     "mindspore-O3": {**_HALF, "master_weights": True},
     "nnabla-half": _NNABLA,
 }
+
+PADDLE_NAMES = {
+    "cos_sim": "cosine_similarity",
+    "cross_entropy2": "cross_entropy",
+    "fc": "linear",
+    "log_loss": "binary_cross_entropy",
+    "lookup_table": "embedding",
+    "lookup_table_v2": "embedding",
+    "matmul_v2": "matmul",
+    "max_pool2d_with_index": "max_pool2d",
+    "pnorm": "norm",
+    "sigmoid_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
+    "softmax_with_cross_entropy": "cross_entropy",
+    "tanh_shrink": "tanhshrink",
+    **{f"elementwise_{name}": name for name in ("add", "sub", "mul", "div", "pow")},
+    **{f"reduce_{name}": name for name in ("sum", "mean", "prod", "max", "min")},
+    **{
+        f"{mode}_interp_v2": "interpolate"
+        for mode in ("linear", "nearest", "bilinear", "bicubic", "trilinear")
+    },
+}
+"""By the name of an operator in Paddle's lists: its name in torch, where the two differ."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampopt
+from ampopt.precision.presets import PADDLE_NAMES
 
 LOW, FULL = torch.bfloat16, torch.float32
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
@@ -65,6 +66,42 @@ def test_operators_that_are_not_listed_run_as_in_torchs_autocast():
         expected = [F.linear(X, X).dtype, F.gelu(X).dtype, F.mse_loss(X.to(LOW), X).dtype]
     with autocast(allow=["softmax"], deny=["exp"]):
         assert [F.linear(X, X).dtype, F.gelu(X).dtype, F.mse_loss(X.to(LOW), X).dtype] == expected
+
+
+@torch.library.custom_op("systems::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("systems::fill", mutates_args=("x",))
+def fill(x: torch.Tensor) -> None:
+    x.fill_(1.0)
+
+
+def doubled(x, y, **lists):
+    """The results of each way to call the operator, of a float32 ``x`` and ``y`` in ``LOW``."""
+    calls = double, torch.ops.systems.double, torch.ops.systems.double.default
+    with autocast(**lists):
+        return [call(z) for call in calls for z in (x, y)]
+
+
+def test_operators_of_torch_library_are_named_as_there(fresh_dynamo):
+    y = X.to(LOW)
+    assert {out.dtype for out in doubled(X, y, allow=["systems::double"])} == {LOW}
+    assert {out.dtype for out in doubled(X, y, deny=["systems::double"])} == {FULL}
+    # "mul" is in another namespace, and a bare name is that of an operator of torch.
+    assert [out.dtype for out in doubled(X, y, deny=["mul"])] == [FULL, LOW] * 3
+    compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+    assert {out.dtype for out in compiled(X, y, allow=["systems::double"])} == {LOW}
+
+
+def test_every_name_of_paddles_has_an_operator_of_torch():
+    autocast(deny=list(set(PADDLE_NAMES.values())))
 
 
 @given(dtype=st.sampled_from([torch.float64, torch.int64, torch.bool, torch.complex64]))
@@ -289,7 +326,15 @@ def test_a_compiled_function_that_it_decorates(fresh_dynamo):
 BAD = [
     ({"allow": ["sofmax"]}, ValueError, "no operator of torch is called 'sofmax': .*'softmax'"),
     ({"deny": ["iadd"]}, ValueError, "no operator of torch is called 'iadd'"),
-    ({"deny": ["zzzzqq"]}, ValueError, "no operator of torch is called 'zzzzqq': write it as"),
+    ({"deny": ["zzzzqq"]}, ValueError, "no operator of torch is called 'zzzzqq': .*ampopt.run_in"),
+    (
+        {"deny": ["softmax_with_cross_entropy"]},
+        ValueError,
+        "Paddle's operator is 'cross_entropy' in torch",
+    ),
+    ({"deny": ["reduce_mean"]}, ValueError, "Paddle's operator is 'mean' in torch"),
+    ({"allow": ["systems::nothing"]}, ValueError, "import the library that registers it"),
+    ({"allow": ["systems::fill"]}, ValueError, "'systems::fill' writes to.*register_autocast"),
     ({"deny": ["__get__"]}, ValueError, "'__get__' writes to"),
     ({"allow": ["exp", "sum"], "deny": ["sum"]}, ValueError, "'sum' is in both allow and deny"),
     ({"allow": ["add_"]}, ValueError, "'add_' writes to its arguments"),

@@ -377,7 +377,7 @@ BAD = [
     (sparse, {}, ValueError, "mask cannot be cast: it is torch.sparse_coo"),
     (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),
     (lambda: nn.LazyLinear(2), {}, ValueError, "weight cannot be cast: it is not initialized"),
-    (dict, {}, TypeError, "expected a torch.nn.Module, got dict"),
+    (dict, {}, TypeError, "expected a torch.nn.Module.*, got dict"),
 ]
 
 
@@ -394,3 +394,36 @@ def test_tensors_that_cannot_be_cast_are_named_and_nothing_changes(make, options
     if not options.keys() & {"keep", "outputs"}:
         with pytest.raises(error, match=message):
             ampopt.run_in(model, options.get("dtype", LOW))
+
+
+class Scores(nn.Module):
+    @ampopt.run_in(torch.float32)
+    def similarity(self, a, b=None):
+        """Of two matrices."""
+        assert not torch.is_autocast_enabled("cpu")
+        return a @ (a if b is None else b).T, {"sum": a.sum()}
+
+    def forward(self, x):
+        return self.similarity(x.bfloat16(), b=x.bfloat16())
+
+
+def test_run_in_takes_a_function_also_as_a_decorator(fresh_dynamo):
+    x = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+    model = Scores()
+    forward = torch.compile(model, fullgraph=True, backend="eager")
+    low = x.bfloat16().float()
+    expected = low @ low.T
+    with torch.autocast("cpu", torch.bfloat16):
+        for scores, sums in (model(x), forward(x)):
+            assert torch.equal(scores, expected) and sums["sum"].dtype == torch.float32
+        assert ampopt.run_in(torch.matmul, torch.float64)(x, x.T).dtype == torch.float64
+        assert torch.matmul(x, x.T).dtype == torch.bfloat16
+    assert Scores.similarity.__doc__ == "Of two matrices."
+
+
+@pytest.mark.parametrize("what", [nn.Linear, 3, None, "linear"])
+def test_run_in_refuses_what_cannot_be_called(what):
+    with pytest.raises(TypeError, match="expected a torch.nn.Module or a function, got"):
+        ampopt.run_in(what, torch.float32)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        ampopt.run_in(torch.matmul)  # pyright: ignore

@@ -86,6 +86,63 @@ def test_lists_deny_on_the_cpu_too(name):
         assert (X @ X.T).dtype == F16
 
 
+@given(name=st.sampled_from(["O1", "fleet", "torch", "nnabla-half"]), data=st.data())
+def test_lists_add_to_those_of_the_level(name, data):
+    level = Precision.like(name)
+    operators = ["tanh", "softmax", "exp", "matmul", "mean", "cat"]
+    allow = data.draw(st.lists(st.sampled_from(operators), unique=True))
+    deny = [one for one in data.draw(st.lists(st.sampled_from(operators))) if one not in allow]
+    p = Precision.like(name, allow=allow, deny=deny)
+    assert set(p.allow) == {*level.allow, *allow} - {*deny}
+    assert set(p.deny) == {*level.deny, *deny} - {*allow}
+    assert len(set(p.deny)) == len(p.deny)
+    assert p == Precision.like(name, allow=p.allow, deny=p.deny)
+
+
+def test_a_list_that_adds_one_operator_leaves_the_others():
+    x = X.to(F16)
+    with Precision.like("fleet", deny=["tanh"], allow=["softmax"]).autocast("cpu"):
+        assert [x.tanh().dtype, x.exp().dtype, x.softmax(-1).dtype] == [F32, F32, F16]
+    with pytest.raises(ValueError, match="'tanh' is in both allow and deny"):
+        Precision.like("fleet", deny=["tanh"], allow=["tanh"])
+
+
+@pytest.mark.parametrize("name", ["O1", "fleet", "torch", "paddle-O1", "nnabla-half"])
+def test_kept_modules_run_in_float32_under_autocast(name):
+    p = Precision.like(name, keep=["3", nn.LayerNorm])
+    model = p.prepare(network())
+    seen = []
+    for module in model:
+        module.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    with p.autocast("cpu"):
+        model(X)
+    assert [seen[0], *seen[2:]] == [F16, F32, F32]
+    other = Precision.like(name)
+    other.prepare(model)  # replaces the first
+    with other.autocast("cpu"):
+        assert model(X).dtype == F16
+
+
+def test_kept_modules_run_in_float32_inside_a_half_model_with_lists():
+    p = Precision.like("O3", keep=["3"], allow=["tanh"])
+    model = p.prepare(network())
+    with p.autocast("cpu"):
+        expected = nn.functional.linear(model[:3](X.half()).float(), *model[3].parameters())
+        with torch.autocast("cpu", enabled=False):
+            exact = nn.functional.linear(model[:3](X.half()).float(), *model[3].parameters())
+        assert not torch.equal(expected, exact)  # autocast would run it in float16
+        assert torch.equal(model(X), exact.half().float())
+
+
+def test_kept_modules_leave_the_dtype_that_run_in_gave():
+    model = network()
+    ampopt.run_in(model[3], BF16)
+    p = Precision.like("O1", keep=["3", "1"])
+    p.prepare(model)
+    with p.autocast("cpu"):
+        assert model(X).dtype == BF16
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_a_step_takes_a_level(name):
     p = Precision.like(name)
