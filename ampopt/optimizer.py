@@ -363,12 +363,11 @@ class Optimizer(torch.optim.Optimizer):
         cycle. In a CUDA graph, capture whole cycles, and do not call ``accumulate`` for the last
         micro-batch.
 
-        On several ranks, ``found_inf`` and ``scale`` as returned are those of this rank, and the
-        step all-reduces the overflow flag once. With ``drop="micro_batch"`` each call all-reduces
-        its flag: then all ranks need the same number of calls, and at the step either all of them
-        or none have gradients in ``p.grad``. Under ``DistributedDataParallel``, do not use
-        ``no_sync()``: gradients of a backward pass within it are those of one rank, and their sums
-        are never averaged. An optimizer cannot detect this.
+        On several ranks, each call with a scale makes one all-reduce: ``found_inf`` and ``scale``
+        as returned are the same on all ranks, and all of them need to make the same calls, with
+        gradients or without. Under ``DistributedDataParallel``, do not use ``no_sync()``: gradients
+        of a backward pass within it are those of one rank, and their sums are never averaged. An
+        optimizer cannot detect this.
 
         Example, two losses, so that an overflow of one does not lower the scale of the other:
             >>> scale_outputs(loss_a, scale_a).backward()
@@ -382,9 +381,9 @@ class Optimizer(torch.optim.Optimizer):
                 0; inf and NaN are still found at the step, if that has a scale.
             drop: what an overflow discards. ``"window"``: the whole cycle, whose step is skipped.
                 ``"micro_batch"``: the gradients of this call; the sum of the others is multiplied
-                by the number of calls, and divided by the number kept. The scale is lowered
-                nevertheless. The step is skipped if no micro-batch is left, or if the sum
-                overflows.
+                by the number of calls, and divided by the number kept; calls in which no rank has a
+                gradient do not count. The scale is lowered nevertheless. The step is skipped if no
+                micro-batch is left, or if the sum overflows.
 
         Returns:
             ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. Use
@@ -393,7 +392,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an unscale is pending; an earlier step has used the scale; the step cannot
-                use these gradients.
+                use these gradients; ranks pass different scales or ``drop``, as for
+                :meth:`unscale_and_step`, which discards the sums.
             ValueError: as for :meth:`unscale`; or ``drop`` is unknown, or differs from that of the
                 calls before.
             TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.all_reduce import Agreement
+from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.overflow import check_and_unscale, check_and_unscale_params, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
@@ -167,7 +167,12 @@ def _end_cycles(
     )
     uploads = sums[0].uploads["norm"]
     norm_decision = check_and_unscale_params(
-        with_grads, norm_request, agreement, device, write=False, uploads=uploads
+        with_grads,
+        norm_request,
+        flag_all_reduce(agreement, norm_request, len(with_grads)),
+        device,
+        write=False,
+        uploads=uploads,
     )
     if decision is None or norm_decision is None:
         return norm_decision

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
-from ampopt._step.all_reduce import Agreement
-from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere
+from ampopt._step.all_reduce import Agreement, flag_all_reduce
+from ampopt._step.overflow import check_and_unscale_params
 from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.step import run
 from ampopt_kernels.uploads import Uploads
@@ -63,36 +63,24 @@ def end_cycles(
     # The step measures the norm of the sums, and the skip conditions are evaluated below.
     request = replace(request, max_norm=None, write=False, apply=False, measure=False, causes=())
     closed_cycles = [each.close(request, agreement) for each in sums]
-    overflow_decision = None
+    decision = overflow = None
     if request.scale is not None:
-        overflow_decision = _decide_cycles(
+        decision, overflow = _decide_cycles(
             closed_cycles, request, agreement, decision_device, uploads["decide"]
         )
-    skip = (
-        None
-        if overflow_decision is None
-        else _skip(closed_cycles, overflow_decision.found_inf, agreement, decision_device)
-    )
     for each, reads_wide in zip(sums, wide, strict=True):
         each.swap_in_sums(wide=reads_wide)
-    if overflow_decision is None or skip is None:
-        return None
-    overflow = overflow_decision.found_inf  # the flag from which the next scale is computed
-    reports = [part for each in closed_cycles for part in each.cycle.reports]
-    if any(each.skip is None for each in closed_cycles):
-        # Else the flags of each micro-batch were all-reduced already.
-        reports += overflow_decision.reports
-    decision = replace(overflow_decision, found_inf=skip, reports=tuple(reports))
-    if not causes:
+    if decision is None or overflow is None or not causes:
         return decision
-    causes_decision: Any = check_and_unscale_params(  # of the sums, which are in p.grad by now
-        gradients.params_with_grads(groups),
-        Request(found_inf=skip, causes=causes),
-        agreement,
+    with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
+    causes_request = Request(found_inf=decision.found_inf, causes=causes)
+    causes_decision: Any = check_and_unscale_params(
+        with_grads,
+        causes_request,
+        flag_all_reduce(agreement, causes_request, len(with_grads), ControlPoint.CAUSES_OF_CYCLE),
         decision_device,
         write=False,
         uploads=uploads["causes"],
-        call=ControlPoint.CAUSES_OF_CYCLE,
     )
     decision = decision.with_schedule_where((causes_decision.cause == 0) | (overflow > 0), request)
     return replace(decision, found_inf=causes_decision.found_inf, cause=causes_decision.cause)
@@ -104,47 +92,34 @@ def _decide_cycles(
     agreement: Agreement | None,
     decision_device: torch.device,
     uploads: dict[torch.device, Uploads],
-) -> Decision | None:
-    """The decision from the flags of all cycles, which updates the scale."""
-    flag_request = replace(
-        request, found_inf=_any_of([each.cycle.flag for each in closed_cycles], decision_device)
-    )
-    present = any(each.cycle.params for each in closed_cycles)
-    if agreement is not None:
-        return decided_elsewhere(
-            flag_request, agreement, decision_device, present=present, call=ControlPoint.CYCLE
-        )
-    if not present:
-        return None
-    work = Work(decision_device, [], uploads=uploads.setdefault(decision_device, Uploads()))
-    return run(backend_for, [work], replace(flag_request, check=False))
+) -> tuple[Decision | None, Tensor | None]:
+    """The decision on all cycles, and the overflow flag from which the next scale is computed.
 
-
-def _skip(
-    closed_cycles: list[ClosedCycle],
-    found_inf: Tensor,
-    agreement: Agreement | None,
-    decision_device: torch.device,
-) -> Tensor:
-    """A tensor, more than 0 if an overflow skips the step.
-
-    Args:
-        closed_cycles: the cycle of each optimizer.
-        found_inf: more than 0 after an overflow in any cycle, on any rank.
-        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
-        decision_device: the device of the result.
+    Both flags are all-reduced together. A cycle with ``drop="micro_batch"`` may step although a
+    micro-batch has overflowed. Both are ``None`` if no rank has gradients to decide on.
     """
-    skips = [each.skip for each in closed_cycles if each.skip is not None]
-    whole = [each.cycle.flag for each in closed_cycles if each.skip is None]
-    if not skips:
-        return found_inf
-    overflow = _any_of(whole, decision_device)
-    # found_inf also counts the rejected micro-batches of the other cycles, so it cannot be used.
-    if whole and agreement is not None:
-        overflow = agreement.flag(0 if overflow is None else overflow, decision_device)
-    skip = _any_of([*skips, overflow], decision_device)
+    overflow = _any_of([each.cycle.flag for each in closed_cycles], decision_device)
+    skip = _any_of([each.skip for each in closed_cycles], decision_device)
+    reports: list[Any] = [part for each in closed_cycles for part in each.cycle.reports]
+    present = any(each.cycle.params for each in closed_cycles)
+    all_reduce = flag_all_reduce(agreement, request, present, ControlPoint.CYCLE)
+    if all_reduce is not None:
+        no_skip = torch.zeros((), dtype=torch.float32, device=decision_device)
+        skips = (no_skip if skip is None else skip).reshape(1)
+        partials = all_reduce(Partials([], squares=skips), overflow, decision_device)
+        overflow = partials.flags_on(decision_device).amax()
+        assert partials.squares is not None
+        skip = partials.squares.clamp(max=1.0)
+        reports += partials.reports
+    elif not present:
+        return None, None
     assert skip is not None
-    return skip
+    work = Work(decision_device, [], uploads=uploads.setdefault(decision_device, Uploads()))
+    decision = run(backend_for, [work], replace(request, found_inf=overflow, check=False))
+    if all_reduce is not None:
+        decision = decision.with_schedule_where(all_reduce.ranks > 0, request)
+    skip = skip.reshape(()).to(decision.found_inf.dtype)
+    return replace(decision, found_inf=skip, reports=tuple(reports)), decision.found_inf
 
 
 def _any_of(flags: Sequence[Tensor | None], decision_device: torch.device) -> Tensor | None:

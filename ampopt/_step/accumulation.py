@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement, FlagAllReduce
+from ampopt._step.all_reduce import Agreement, FlagAllReduce, flag_all_reduce
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere, device_of, works_of
+from ampopt._step.overflow import check_and_unscale_params, device_of, works_of
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport, RankFlags
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
@@ -43,10 +43,12 @@ class AccumulationCycle:
         decision_device: the device on which the overflow flag is kept.
         drop: what an overflow drops, one of :data:`DROPS`.
         params: the parameters that have a sum, by ``id``.
-        flag: a 0-d tensor, more than 0 after an overflow; ``None`` before the first gradients.
-        reports: the records that tell which parameters overflowed.
-        calls: the number of micro-batches. Counted with ``drop="micro_batch"`` only.
-        n_kept: the number of micro-batches without overflow, a float32 0-d tensor. With
+        flag: a 0-d tensor, more than 0 after an overflow on this rank; ``None`` before the first
+            gradients. The step all-reduces it.
+        reports: the records that tell which parameters of this rank overflowed.
+        calls: the number of micro-batches in which any rank had a gradient: a number on one rank,
+            else a float32 0-d tensor. Counted with ``drop="micro_batch"`` only.
+        n_kept: the number of these that overflowed on no rank, a float32 0-d tensor. With
             ``drop="micro_batch"`` only; else ``None``.
     """
 
@@ -54,21 +56,26 @@ class AccumulationCycle:
     drop: str
     params: dict[int, gradients.ParamWithGrad] = field(default_factory=dict)
     flag: Tensor | None = None
-    reports: tuple[GradientReport | RankFlags, ...] = ()
-    calls: int = 0
+    reports: tuple[GradientReport, ...] = ()
+    calls: Any = 0
     n_kept: Tensor | None = None
 
-    def add_flag(self, decision: Decision) -> None:
-        """Combine the overflow flag of ``decision`` with that of the cycle, by their maximum."""
-        flag = to_device(decision.found_inf, self.decision_device)
+    def add_flag(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
+        """Combine the overflow flag of this rank with that of the cycle, by their maximum."""
+        found_inf = decision.found_inf if all_reduce is None else all_reduce.own(decision.found_inf)
+        flag = to_device(found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
-        self.reports += decision.reports
+        self.reports += tuple(r for r in decision.reports if isinstance(r, GradientReport))
 
-    def count(self, decision: Decision) -> None:
-        """Count a micro-batch, and count it as kept unless it overflowed."""
+    def count(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
+        """Count a micro-batch of which any rank has gradients, as kept unless it overflowed."""
         n_kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
+        if all_reduce is None:
+            self.calls += 1
+        else:
+            is_present = to_device(all_reduce.ranks > 0, self.decision_device, torch.float32)
+            self.calls, n_kept = self.calls + is_present, n_kept * is_present
         self.n_kept = n_kept if self.n_kept is None else self.n_kept + n_kept
-        self.calls += 1
 
 
 class ClosedCycle(NamedTuple):
@@ -76,8 +83,9 @@ class ClosedCycle(NamedTuple):
 
     Attributes:
         cycle: the cycle.
-        skip: with ``drop="micro_batch"``, a 0-d tensor: more than 0 if every micro-batch overflowed
-            or the sum of those that did not overflows. Else ``None``: ``cycle.flag`` decides.
+        skip: a 0-d tensor, more than 0 if this rank has to skip the step: with
+            ``drop="micro_batch"``, if every micro-batch overflowed, or the sum of those that did
+            not overflows; else ``cycle.flag``. ``None`` without gradients on this rank.
     """
 
     cycle: AccumulationCycle
@@ -123,21 +131,33 @@ class Accumulation(RefersToOptimizer):
     def add(self, request: Request, agreement: Agreement | None, drop: str) -> Decision | None:
         """Unscale the gradients, add them to the sums, and clear them. Does not synchronize.
 
+        With several ranks, one all-reduce makes the decision the same on all of them.
+
         Args:
             request: the request of the call, with the scale of the gradients.
             agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
             drop: one of :data:`DROPS`, the same in all calls of a cycle.
 
         Returns:
-            The decision on these gradients; ``None`` if there are none.
+            The decision on these gradients; ``None`` if no rank has any.
 
         Raises:
-            RuntimeError: a parameter was resized or moved since the cycle began.
+            RuntimeError: a parameter was resized or moved since the cycle began; or ranks make
+                different requests, which discards the cycle.
             TypeError: a gradient is sparse. Nothing has changed then.
             ValueError: ``drop`` differs from that of an earlier call. Nothing has changed then.
         """
         refuse_sparse(self.groups)
-        decision = self._add(self._open_cycle(drop), request, agreement)
+        cycle = self._open_cycle(drop)
+        call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
+        n_present = len(gradients.present(self.groups))
+        all_reduce = flag_all_reduce(agreement, request, n_present, call)
+        try:
+            decision = self._add(cycle, request, all_reduce)
+        except RuntimeError:
+            if all_reduce is not None:  # some sums may have been added to before ranks compared
+                self.discard()
+            raise
         reused_grads = []
         for _, param in gradients.present(self.groups):
             if self._is_reused(param):
@@ -169,36 +189,41 @@ class Accumulation(RefersToOptimizer):
         return cycle
 
     def _add(
-        self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
+        self, cycle: AccumulationCycle, request: Request, all_reduce: FlagAllReduce | None
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
-        decision, present = None, gradients.params_with_grads(self.groups)
+        present = gradients.params_with_grads(self.groups)
+        decision = reject = None
         self._check_sums(cycle)
-        if cycle.drop == "micro_batch":
+        checks_first = cycle.drop == "micro_batch"
+        if checks_first or not present:
             decision = check_and_unscale_params(
                 present,
                 request,
-                agreement,
+                all_reduce,
                 cycle.decision_device,
                 write=False,
                 uploads=self.uploads["check"],
-                call=ControlPoint.MICRO_BATCH,
             )
-        check_decision = decision
-        if present:
             reject = None if decision is None else decision.found_inf
+        if present:
             # Check even if this call has no scale: the step that ends the cycle may have one.
             add_request = replace(
-                request, found_inf=reject, check=True, accumulate=True, apply=False
+                request,
+                found_inf=reject,
+                check=True,
+                accumulate=True,
+                apply=False,
+                agree=None if checks_first else all_reduce,
             )
             decision_on_sums = run(backend_for, self._works_of_sums(cycle, present), add_request)
-            decision = decision_on_sums if decision is None else decision
+            decision = decision if checks_first else decision_on_sums
         # Recorded only now: if a kernel could not be compiled, nothing was added.
         cycle.params.update({id(one.tensor): one for one in present})
-        if check_decision is not None:
-            cycle.count(check_decision)
         if decision is not None:
-            cycle.add_flag(decision)
+            cycle.add_flag(decision, all_reduce)
+            if checks_first:
+                cycle.count(decision, all_reduce)
         return decision
 
     def _works_of_sums(
@@ -266,11 +291,16 @@ class Accumulation(RefersToOptimizer):
             agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         """
         cycle = self._open_cycle("window") if self.cycle is None else self.cycle
-        if gradients.present(self.groups):
-            self._add(cycle, request, agreement)
+        all_reduce = None
+        if cycle.drop == "micro_batch":  # else the step all-reduces the flag of the whole cycle
+            n_present = len(gradients.present(self.groups))
+            call = ControlPoint.LAST_MICRO_BATCH
+            all_reduce = flag_all_reduce(agreement, request, n_present, call)
+        if all_reduce is not None or gradients.present(self.groups):
+            self._add(cycle, request, all_reduce)
         else:
             self._check_sums(cycle)
-        skip = None if cycle.n_kept is None else self._renormalise(cycle, request, agreement)
+        skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
         return ClosedCycle(cycle, skip)
 
     def swap_in_sums(self, *, wide: bool) -> None:
@@ -291,19 +321,20 @@ class Accumulation(RefersToOptimizer):
             _put(param, total if dtype is None else total.to(dtype), dtype)
         self.cycle, self.swapped_in = None, True
 
-    def _renormalise(
-        self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
-    ) -> Tensor:
+    def _renormalise(self, cycle: AccumulationCycle, request: Request) -> Tensor:
         """Multiply the sums by ``calls / n_kept``, in place of the micro-batches that overflowed.
 
         This is an unscale by the scale ``n_kept / calls``.
 
         Returns:
-            A 0-d tensor, more than 0 if no micro-batch was kept or a sum overflows.
+            A 0-d tensor, more than 0 if no micro-batch was kept or a sum of this rank overflows.
         """
         assert cycle.n_kept is not None
-        is_checked = request.scale is not None
-        share = cycle.n_kept.clamp(min=1) / cycle.calls
+        is_checked, calls = request.scale is not None, cycle.calls
+        skip = (cycle.n_kept < calls) & (cycle.n_kept <= 0) & is_checked
+        share = cycle.n_kept.clamp(min=1) / (
+            calls.clamp(min=1) if isinstance(calls, Tensor) else calls
+        )
         rescale_request = Request(scale=share, check=is_checked, write=True, apply=False)
         params = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
@@ -312,25 +343,11 @@ class Accumulation(RefersToOptimizer):
                 ParamRow(total.dtype, owner=owner)
                 for total, (*_, owner) in zip(sums, params, strict=True)
             ]
-            agree = None
-            if agreement is not None and is_checked:
-                agree = FlagAllReduce(
-                    agreement, rescale_request, call=ControlPoint.AFTER_MICRO_BATCHES
-                )
             works = works_of(rows, sums, self.uploads["renormalise"])
-            decision = run(backend_for, works, replace(rescale_request, agree=agree))
-        else:
-            decision = decided_elsewhere(
-                rescale_request,
-                agreement,
-                cycle.decision_device,
-                call=ControlPoint.AFTER_MICRO_BATCHES,
-            )
-        if decision is None:  # no rank has checked anything
-            return torch.zeros_like(share)
-        cycle.add_flag(decision)
-        nothing_is_left = (cycle.n_kept <= 0) & is_checked
-        return torch.maximum(to_device(decision.found_inf, cycle.decision_device), nothing_is_left)
+            decision = run(backend_for, works, rescale_request)
+            cycle.add_flag(decision, None)
+            skip = torch.maximum(to_device(decision.found_inf, cycle.decision_device), skip)
+        return skip.to(torch.float32)
 
     # --- the end ------------------------------------------------------------------------------
 

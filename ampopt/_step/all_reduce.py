@@ -27,13 +27,16 @@ from ampopt.backend import backend_for
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import RankFlags
 
-__all__ = ["Agreement", "FlagAllReduce"]
+__all__ = ["Agreement", "FlagAllReduce", "flag_all_reduce"]
 
 
 class Agreement:
     """The ranks that share one decision, and the all-reduces between them.
 
     A group of one rank makes no collective.
+
+    Attributes:
+        place: the index of this rank among them.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class Agreement:
         self._in_norm: dict[Any, bool] = {}  # by mesh and placements
         self._whole = whole
         self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
-        self._place = self._ranks.index(here)
-        self._rows = RowsOnDevices(len(self._ranks), self._place)
+        self.place = self._ranks.index(here)
+        self._rows = RowsOnDevices(len(self._ranks), self.place)
         # Of the parameters that all ranks have, as copies or shards.
         self._params = _digest(
             param
@@ -158,14 +161,14 @@ class Agreement:
         else:
             rows = self._rows.matrix(row, device)
             for column, result in results.items():
-                rows[self._place, column] = result
+                rows[self.place, column] = result
         self._all_reduce(rows, self._groups)
         self._comparison.compare(rows, row, self._ranks, at_once=host_sees)
         return rows
 
     def rank_flags(self, overflows: Tensor) -> RankFlags:
         """The ranks that found an overflow, from a flag for each rank: shape (ranks,)."""
-        return RankFlags(overflows, self._ranks, self._place)
+        return RankFlags(overflows, self._ranks, self.place)
 
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """All-reduce ``flag``, which is more than 0 for overflow, by one collective on the device.
@@ -202,8 +205,8 @@ class Agreement:
         """
         row = row_of(Request(), ControlPoint.CLOSURE, params=self._params, evaluation=evaluation)
         rows = self._rows.matrix(row, device)
-        rows[self._place, Column.OVERFLOW] = float(not finite)
-        rows[self._place, Column.SQUARES] = float(raised)
+        rows[self.place, Column.OVERFLOW] = float(not finite)
+        rows[self.place, Column.SQUARES] = float(raised)
         self._all_reduce(rows, self._groups)
         self._comparison.compare(rows, row, self._ranks, at_once=True)
         not_finite, raises = rows[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
@@ -277,7 +280,7 @@ class Agreement:
             raise RuntimeError(
                 f"the all-reduce of the overflow flag over {len(self._ranks)} ranks has failed: "
                 f"{error}. If it timed out, some rank did not make the same call: every rank has "
-                'to make every call of unscale, unscale_and_step, accumulate(drop="micro_batch") '
+                "to make every call of unscale, unscale_and_step, accumulate "
                 "and a scaler's step, with gradients or without. grads_scaled_by=None without "
                 "max_norm makes no all-reduce, so all ranks have to pass a scale, or none"
             ) from error
@@ -296,6 +299,18 @@ def _digest(params: Iterable[Any]) -> int:
     """A number that is equal on all ranks if shapes, dtypes and placements of ``params`` are."""
     layouts = [(*p.shape, p.dtype, p.placements if is_dtensor(p) else ()) for p in params]
     return digest(layouts) if layouts else 0
+
+
+def flag_all_reduce(
+    agreement: Agreement | None,
+    request: Request,
+    present: int,
+    call: ControlPoint = ControlPoint.CHECK,
+) -> "FlagAllReduce | None":
+    """The all-reduce of ``request``; ``None`` on one rank, or if nothing is to be all-reduced."""
+    if agreement is None or not request.needs_agreement:
+        return None
+    return FlagAllReduce(agreement, request, present, call)
 
 
 @dataclass
@@ -321,6 +336,15 @@ class FlagAllReduce:
         """How many ranks have gradients: 0-d. Only after the call."""
         assert self.rows is not None
         return self.rows[:, Column.PRESENT].sum()
+
+    def own(self, found_inf: Tensor) -> Tensor:
+        """The part of this rank in ``found_inf``, which was decided with it. Only after the call.
+
+        That is 1 if a gradient of this rank overflowed, or the scale cannot be used.
+        """
+        assert self.rows is not None
+        overflows = self.rows[:, Column.OVERFLOW].to(found_inf.dtype)
+        return torch.where(overflows.amax() > 0, overflows[self.agreement.place], found_inf)
 
     @property
     def loss(self) -> Tensor | None:

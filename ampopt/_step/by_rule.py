@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.all_reduce import flag_all_reduce
 from ampopt._step.checks import Checks
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import kind_of
@@ -289,10 +290,11 @@ class RuleStep(StepStrategy):
             )
             return decision
         check_request = replace(self.with_watch_and_causes(request), max_norm=None)
+        with_grads = gradients.params_with_grads(self.optimizer.param_groups)
         decision = check_and_unscale_params(
-            gradients.params_with_grads(self.optimizer.param_groups),
+            with_grads,
             check_request,
-            self.agreement(),
+            flag_all_reduce(self.agreement(), check_request, len(with_grads)),
             self.decision_device,
             write=False,
             uploads=self.uploads,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement
+from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.sharding import dtensor
@@ -211,8 +211,9 @@ class Masters(RefersToOptimizer):
         if write:
             self.check_float16(with_grads)  # before masters are made
             with_grads = self.copy_gradients(with_grads)
+        all_reduce = flag_all_reduce(agreement, request, len(with_grads))
         decision = check_and_unscale_params(
-            with_grads, request, agreement, decision_device, write=write, uploads=uploads
+            with_grads, request, all_reduce, decision_device, write=write, uploads=uploads
         )
         if decision is not None and request.max_norm is not None:
             _multiply([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.rank_messages import ControlPoint
+from ampopt._step.all_reduce import FlagAllReduce, flag_all_reduce
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
@@ -57,20 +56,17 @@ def check_and_unscale(
             Nothing has changed then.
     """
     with_grads, decision_device = gradients.params_with_grads(param_groups), device_of(param_groups)
-    agreement = ranks.agreement(param_groups, process_group)
+    all_reduce = flag_all_reduce(
+        ranks.agreement(param_groups, process_group), request, len(with_grads)
+    )
     uploads = {} if uploads is None else uploads
     return check_and_unscale_params(
-        with_grads, request, agreement, decision_device, write=write, uploads=uploads
+        with_grads, request, all_reduce, decision_device, write=write, uploads=uploads
     )
 
 
 def decided_elsewhere(
-    request: Request,
-    agreement: Agreement | None,
-    device: torch.device | None,
-    *,
-    present: bool = False,
-    call: ControlPoint = ControlPoint.CHECK,
+    request: Request, all_reduce: FlagAllReduce | None, device: torch.device | None
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
@@ -78,52 +74,44 @@ def decided_elsewhere(
 
     Args:
         request: the request of the call.
-        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        all_reduce: what :func:`~ampopt._step.all_reduce.flag_all_reduce` returned.
         device: the device of the decision; ``None`` if there are no parameters.
-        present: whether this rank had gradients, and checked them earlier.
-        call: the call that this rank takes part in, for messages.
 
     Returns:
         The decision; ``None`` if there are no other ranks.
     """
-    if agreement is None or device is None or not request.needs_agreement:
+    if all_reduce is None or device is None:
         return None
-    flag_all_reduce = FlagAllReduce(agreement, request, present, call)
-    check_request = replace(request, write=False, apply=False, agree=flag_all_reduce)
+    check_request = replace(request, write=False, apply=False, agree=all_reduce)
     decision = decide([Work(device, [])], check_request)
-    if decision.scale is None:
-        return decision
-    assert flag_all_reduce.ranks is not None
-    return decision.with_schedule_where(flag_all_reduce.ranks.reshape(()) > 0, request)
+    return decision.with_schedule_where(all_reduce.ranks > 0, request)
 
 
 @torch.no_grad()
 def check_and_unscale_params(
     with_grads: Sequence[gradients.ParamWithGrad],
     request: Request,
-    agreement: Agreement | None,
+    all_reduce: FlagAllReduce | None,
     decision_device: torch.device | None,
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
-    call: ControlPoint = ControlPoint.CHECK,
 ) -> Decision | None:
     """Do what :func:`check_and_unscale` does, for the result of ``gradients.params_with_grads``.
 
     Args:
         with_grads: the parameters with gradients.
         request: see :func:`check_and_unscale`.
-        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        all_reduce: what :func:`~ampopt._step.all_reduce.flag_all_reduce` returned.
         decision_device: the device of the decision if there are no gradients on this rank.
         write: see :func:`check_and_unscale`.
         uploads: see :func:`check_and_unscale`.
-        call: the call that this rank takes part in, for messages.
 
     Returns:
         The decision; ``None`` if there are no gradients.
     """
     if not with_grads:
-        return decided_elsewhere(request, agreement, decision_device, call=call)
+        return decided_elsewhere(request, all_reduce, decision_device)
     rows, grads, copies, starts = [], [], [], set()
     for group, tensor, owner in with_grads:
         values = gradients.values_of(tensor)
@@ -138,12 +126,9 @@ def check_and_unscale_params(
         if write and grad is not values:
             copies.append((values, grad))
         grads.append(grad)
-        in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
+        in_norm = all_reduce is None or all_reduce.agreement.in_norm(tensor, group, owner.key)
         rows.append(ParamRow(grad.dtype, group=group, in_norm=in_norm, owner=owner))
-    flag_all_reduce = None
-    if agreement is not None and request.needs_agreement:
-        flag_all_reduce = FlagAllReduce(agreement, request, len(with_grads), call)
-    check_request = replace(request, write=write, apply=False, agree=flag_all_reduce)
+    check_request = replace(request, write=write, apply=False, agree=all_reduce)
     decision = decide(works_of(rows, grads, uploads), check_request)
     for values, unscaled_values in copies:
         values.copy_(unscaled_values)
@@ -253,11 +238,11 @@ class SkipCauses:
             flag: a flag from an earlier check; ``None`` without one.
             device: the device of the decision.
         """
-        flag_all_reduce: Any = self._request.agree  # a FlagAllReduce
+        all_reduce: Any = self._request.agree  # a FlagAllReduce
         loss_of_all = None
-        if flag_all_reduce is not None:
-            partials, flag = flag_all_reduce(partials, flag, device), None
-            loss_of_all = flag_all_reduce.loss
+        if all_reduce is not None:
+            partials, flag = all_reduce(partials, flag, device), None
+            loss_of_all = all_reduce.loss
         checks: list[Check] = []
         for cause, loss in self._request.causes:
             if loss_of_all is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ampopt._step import ranks
-from ampopt._step.all_reduce import Agreement, FlagAllReduce
+from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.gradients import ParamWithGrad, params_of
 from ampopt._step.guards import GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
@@ -196,12 +196,9 @@ class Plan:
             return self._decided_elsewhere(request) or request.earlier_decision
         extended_request = request
         if self._agreement is not None:
-            flag_all_reduce = None
-            if request.needs_agreement:
-                flag_all_reduce = FlagAllReduce(self._agreement, request, len(self._params_now))
             extended_request = replace(
                 extended_request,
-                agree=flag_all_reduce,
+                agree=flag_all_reduce(self._agreement, request, len(self._params_now)),
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
@@ -230,7 +227,8 @@ class Plan:
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
-        decision = decided_elsewhere(request, self._agreement, self._first_device)
+        all_reduce = flag_all_reduce(self._agreement, request, 0)
+        decision = decided_elsewhere(request, all_reduce, self._first_device)
         for sums in (self._lines_of_ranks, self._rank_sums):
             if sums is not None and self._first_device is not None:
                 sums.join_without_gradients(self._first_device)

@@ -40,19 +40,22 @@ class ControlPoint(enum.IntEnum):
     RAISED = 0
     """The call of this rank raised; it takes part so that the others do not wait for it."""
     CHECK = 1
-    MICRO_BATCH = 2
-    AFTER_MICRO_BATCHES = 3
-    CYCLE = 4
-    CAUSES_OF_CYCLE = 5
-    CLOSURE = 6
-    FLAG = 7
+    ACCUMULATE = 2
+    MICRO_BATCH = 3
+    LAST_MICRO_BATCH = 4
+    CYCLE = 5
+    CAUSES_OF_CYCLE = 6
+    CLOSURE = 7
+    FLAG = 8
 
 
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
     """Indices into a row. From ``CALL`` on, the rows of all ranks have to be equal."""
 
     OVERFLOW = 0  # more than 0 if this rank found one; for CLOSURE, if its loss is not finite
-    SQUARES = 1  # squared norm of this rank; NaN if not requested; for CLOSURE, 1 if it raised
+    # squared norm of this rank, NaN if not requested; for CLOSURE, 1 if it raised; for CYCLE, more
+    # than 0 if this rank has to skip
+    SQUARES = 1
     PRESENT = 2  # 1 if this rank has gradients
     LOSS = 3
     GIVES_LOSS = 4  # 1 if LOSS was passed
@@ -299,8 +302,9 @@ def _number(number: float) -> str:
 
 _CALLS = {
     ControlPoint.CHECK: "unscale, unscale_and_step or a scaler's step",
+    ControlPoint.ACCUMULATE: 'accumulate(drop="window")',
     ControlPoint.MICRO_BATCH: 'accumulate(drop="micro_batch")',
-    ControlPoint.AFTER_MICRO_BATCHES: 'the step after accumulate(drop="micro_batch")',
+    ControlPoint.LAST_MICRO_BATCH: 'the step after accumulate(drop="micro_batch")',
     ControlPoint.CYCLE: "the step after accumulate",
     ControlPoint.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
     ControlPoint.CLOSURE: "a step with a closure",

@@ -38,7 +38,7 @@ DIFFERENT: dict[str, list[str]] = {
     "warmup": ["skip_when differs between ranks (rank 0 against rank 1) in warmup"],
     "drop": ["drop_overflow_update of the scale differs", "rank 0: True; rank 1: False"],
     "micro_batch": ['make different calls (rank 0: unscale, ', 'rank 1: accumulate(drop="micro'],
-    "window": ["make different calls (rank 0: unscale, ", "rank 1: the step after accumulate"],
+    "window": ["make different calls (rank 0: unscale, ", 'rank 1: accumulate(drop="window")'],
 }  # fmt: skip
 
 

