@@ -31,10 +31,12 @@ class Look(NamedTuple):
     Attributes:
         where: file and line, or the operation of the optimizer.
         line: the line of source; ``"?"`` if unknown.
+        waits: whether this waits on a GPU.
     """
 
     where: str
     line: str
+    waits: bool = True
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Profile:
     def _on_looks(self) -> Iterator[str]:
         """The lines on where the host read tensors, or waited for the device."""
         n, on_cuda = self.looks.total(), self.kernels is not None
+        waits = sum(times for look, times in self.looks.items() if look.waits)
         if not n and on_cuda:
             yield "The host never waited for the device."
         elif not n:
@@ -99,11 +102,14 @@ class Profile:
         elif on_cuda:
             yield f"The host waited for the device {_count(n, 'time')}:"
         else:
+            how_often = (
+                "each time" if waits == n else _count(waits, "time") if waits else "for none"
+            )
             yield (
                 f"The host looked at tensors {_count(n, 'time')}. That costs nothing on the CPU; "
-                "on a GPU it would wait each time:"
+                f"on a GPU it would wait {how_often}:"
             )
-        for (where, line), times in self.looks.items():
+        for (where, line, _), times in self.looks.items():
             yield f"  {where}" + (f", {_count(times, 'time')}" * (times > 1)) + f": {line}"
 
 
@@ -122,9 +128,9 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
     On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
     kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
     lists where Python read a tensor, which would wait on a GPU. Reads that ampopt makes only on the
-    CPU are omitted; the path of a parameter says where ampopt would synchronize on a GPU. Steps are
-    slower in the block. Do not use it from several threads at once, nor for a model that is
-    compiled in the block.
+    CPU are omitted, but for the overflow flag of an ordinary step: a GPU reads it too, unless the
+    step can be a transaction, which the path of a parameter says. Steps are slower in the block. Do
+    not use it from several threads at once, nor for a model that is compiled in the block.
 
     Args:
         optimizers: the optimizers to report on.
@@ -150,7 +156,8 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
     on_cuda = next((device for device in devices if device.type == "cuda"), None)
     with contextlib.ExitStack() as stack:
         for name, optimizer in zip(_names(optimizers), optimizers, strict=True):
-            stack.enter_context(_paths_of(optimizer, name, report))
+            paths = _paths_of(optimizer, name, report, counts_flags=on_cuda is None)
+            stack.enter_context(paths)
         for backend in {backend_for(device) for device in devices}:
             if backend.name == "triton":
                 launch = _counting(backend._launch, report.launches)  # type: ignore[attr-defined]
@@ -188,17 +195,28 @@ def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[.
 
 
 @contextlib.contextmanager
-def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None]:
-    """Within the block, record in ``report`` how ``optimizer`` steps each parameter."""
+def _paths_of(
+    optimizer: Optimizer, name: str, report: Profile, *, counts_flags: bool
+) -> Iterator[None]:
+    """Within the block, record in ``report`` how ``optimizer`` steps each parameter.
+
+    With ``counts_flags``, count the readings of its overflow flag, which nothing else detects.
+    """
     paths = report.paths[name] = {}
     modes: list[Mode] = []  # how the running step is skipped after an overflow
 
     def noting(
         skip_policy: SkipPolicy, stepped_optimizer: Any, step: Any, decision: Decision
     ) -> Any:
-        if stepped_optimizer is optimizer:
-            modes.append(skip_policy.mode)
-        return skipper_step(skip_policy, stepped_optimizer, step, decision)
+        if stepped_optimizer is not optimizer:
+            return skipper_step(skip_policy, stepped_optimizer, step, decision)
+        mode, trial = skip_policy.mode, skip_policy.on_accelerator
+        modes.append(mode)
+        is_tried = trial is not None and trial.mode == "probation"
+        outcome = skipper_step(trial if is_tried else skip_policy, optimizer, step, decision)  # type: ignore[arg-type]
+        if mode != "transaction" and counts_flags:
+            report.looks[_flag_of(name, waits=trial is None or trial.mode != "transaction")] += 1
+        return outcome
 
     def after(*_: Any) -> None:
         path = _path(optimizer, modes.pop() if modes else None)
@@ -250,7 +268,15 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
         return f"{description}, to find out whether later ones can be transactions"
     if ours.skip_by == "host":
         return f"{description}, as skip_by='host' says"
-    return f"{description}, which costs nothing on the CPU; on a GPU, a transaction where it can be"
+    on_gpu = skip_policy.on_accelerator
+    if on_gpu.mode == "host":
+        return f"{description}; on a GPU too, as the step {on_gpu.reason}"
+    can = (
+        "on a GPU it can be a transaction, if all its states are there"
+        if on_gpu.mode == "transaction"
+        else "profile one more step to see whether it can be a transaction on a GPU"
+    )
+    return f"{description}, which costs nothing on the CPU; {can}"
 
 
 # --- looks ------------------------------------------------------------------------------------
@@ -261,6 +287,12 @@ _TORCH = (str(Path(torch.__file__).parent), contextlib.__file__, "<")
 _WATCH = tuple(str(_HERE / f"{name}.py") for name in ("_synchronization", "profiling"))
 _STEPPING = tuple(str(_HERE / f"{name}.py") for name in ("optimizer", "elementwise"))
 _REPLAY = Look("a closure's replay", "is the loss finite, did a gradient overflow?")
+
+
+def _flag_of(name: str, *, waits: bool) -> Look:
+    """The reading of the overflow flag before a step of the optimizer ``name``."""
+    said = "skip this step?" + ("" if waits else " (a transaction on a GPU does not look)")
+    return Look(f"{name}'s overflow flag", said, waits)
 
 
 def _note(report: Profile) -> None:

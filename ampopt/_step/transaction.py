@@ -139,6 +139,8 @@ class SkipPolicy:
     Attributes:
         mode: how the next step is skipped.
         reason: why the mode became ``"host"``; ``None`` if it was so from the start, or is not.
+        on_accelerator: the policy of an accelerator, if this one reads the flag only because that
+            is free here; :func:`ampopt.profile` tries it. Else ``None``.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class SkipPolicy:
         """
         self.mode: Mode = mode
         self.reason: str | None = None
+        self.on_accelerator: SkipPolicy | None = None
         self._mode_is_fixed, self._bypasses_dispatcher = mode_is_fixed, bypasses_dispatcher
         self._growths = 0
 
@@ -286,11 +289,14 @@ def skip_policy_of(
         )
     if skip_by in ("host", "transaction"):
         return SkipPolicy(skip_by, mode_is_fixed=True, bypasses_dispatcher=bypasses_dispatcher)  # type: ignore[arg-type]
-    if host_may_look(device):
-        return SkipPolicy("host", mode_is_fixed=True)
-    return SkipPolicy(
+    on_accelerator = SkipPolicy(
         "transaction" if transacts else "probation", bypasses_dispatcher=bypasses_dispatcher
     )
+    if not host_may_look(device):
+        return on_accelerator
+    policy = SkipPolicy("host", mode_is_fixed=True)
+    policy.on_accelerator = on_accelerator
+    return policy
 
 
 def _whole(tensor: Tensor) -> Tensor:

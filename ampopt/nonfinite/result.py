@@ -51,9 +51,10 @@ class NonFiniteOutput:
         given_finite: whether the module's inputs (backward, its incoming gradients) were finite, so
             that the module itself is the cause.
         operation: backward, the node of the autograd graph that made the gradient, such as
-            ``"AddmmBackward0"``; forward, ``None``.
+            ``"AddmmBackward0"``; ``None`` if it was made outside of modules, and forward.
         parameter: forward, the name of a parameter of the module that is not finite, or of a buffer
-            that has NaN; ``None`` if there is none.
+            that has NaN; ``None`` if there is none. Backward, the name of the parameter whose
+            gradient was made outside of modules; else ``None``.
         given_to: the name of the submodule that the tensor was passed to, if the ``forward`` of the
             module computed it between calls of submodules; else ``None``.
         last_finite: forward, the last output of a module before this tensor, which was finite;
@@ -80,11 +81,19 @@ class NonFiniteOutput:
             return f"what the forward of {module} computed and passed to {self.given_to!r}"
         if self.direction == "forward":
             return f"the output of {module}"
+        if self.parameter is not None:
+            return f"the gradient of {self.parameter!r}, made outside of modules,"
         return f"the gradient that {module} made backward, in {self.operation},"
 
     @property
     def advice(self) -> str:
         """Sentences that say where to search next."""
+        if self.direction == "backward" and self.parameter is not None:
+            return (
+                "All gradients that modules made were finite: check the operations that use this "
+                "parameter outside of its module, such as a penalty in the loss, and sums of "
+                "gradients: over several uses, micro-batches or ranks."
+            )
         if self.direction == "backward":
             return (
                 "Its incoming gradient was finite: a smaller loss scale may help."

@@ -25,8 +25,10 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
     """Find the first module whose output, or backward whose gradient, is not finite.
 
     Run the failing step again within this context: the forward pass alone, or if gradients
-    overflow, the backward pass too. Gradients of parameters and of inputs are checked. Of nested
-    modules the innermost is named. Operations in the ``forward`` of a module, between calls of its
+    overflow, the backward pass too. Gradients of parameters and of inputs are checked. A parameter
+    whose gradient is not finite although all that modules made is, is named: its gradient was made
+    outside of modules, for instance by a penalty in the loss. Of nested modules the innermost is
+    named. Operations in the ``forward`` of a module, between calls of its
     submodules, are attributed to that module; the submodule that got their result, and the last
     finite output before, are named too. If a parameter of the module is not finite, it is named.
 
@@ -77,6 +79,7 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
             )
             for hook in hooks:
                 stack.callback(hook.remove)
+        stack.enter_context(search.watching_parameters(model))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import is slow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield search.result
@@ -212,6 +215,35 @@ class _Search:
             given_finite = _first_not_finite(grad_outputs) is None
             self._note(call, bad, "backward", given_finite=given_finite, operation=operation)
 
+    @contextmanager
+    def watching_parameters(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within the block, and at its end, check the gradients that parameters have got.
+
+        Gradients that were not finite before are left out, as long as they are the same tensors.
+        """
+        checks = []
+        with ExitStack() as stack:
+            for module_name, module in model.named_modules():
+                for name, param in module.named_parameters(module_name, recurse=False):
+                    before = None if _first_not_finite(param.grad) is None else param.grad
+                    call = _ModuleCall(module_name, module, None, None)
+                    check = functools.partial(self._check_gradient, call, name, before)
+                    checks.append((check, param))
+                    if param.requires_grad and param.is_leaf:
+                        stack.callback(param.register_post_accumulate_grad_hook(check).remove)
+            yield
+            for check, param in checks:
+                check(param)
+
+    def _check_gradient(
+        self, owner: _ModuleCall, name: str, before: Tensor | None, param: Tensor
+    ) -> None:
+        """Check the gradient of a parameter of ``owner``, unless it is ``before``."""
+        if param.grad is not None and param.grad is not before:
+            bad = self._first_bad(param.grad)
+            if bad is not None:
+                self._note(owner, bad, "backward", parameter=name)
+
     @property
     def _looking(self) -> bool:
         """Whether nothing was found yet, or the batch runs again."""
@@ -230,6 +262,7 @@ class _Search:
         given_finite: bool = True,
         operation: str | None = None,
         given_to: str | None = None,
+        parameter: str | None = None,
     ) -> None:
         """Store what was found: ``bad``, a tensor of the module call ``call``.
 
@@ -246,7 +279,7 @@ class _Search:
             largest=bad.largest,
             given_finite=given_finite,
             operation=operation,
-            parameter=_bad_parameter(call) if forward else None,
+            parameter=_bad_parameter(call) if forward else parameter,
             given_to=given_to,
             last_finite=self._last_finite if forward else None,
         )

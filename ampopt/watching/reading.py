@@ -144,12 +144,13 @@ def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
 
 def _parameter(row: Sequence[float]) -> dict[str, Any]:
     """The statistics of one parameter, by name, from its row on the device."""
-    largest, overflows, n_used, n_flushed, *lately = row
+    largest, overflows, n_used, n_flushed, _, *lately = row
     return {
         "overflows": int(overflows),
         "last_overflow": int(max(lately)) or None,
-        "largest": largest,
+        "largest": max(largest, 0.0),
         "underflow": n_flushed / n_used if n_used else 0.0,
+        "only_zeros": largest == 0 and not overflows,
     }
 
 
@@ -201,4 +202,5 @@ def _joined_row(shards: Sequence[Sequence[float]]) -> list[float]:
     every = set().union(*lately)
     largest = max(shard[0] for shard in shards)
     n_used, n_flushed = (sum(shard[i] for shard in shards) for i in (2, 3))
-    return [largest, before + len(every), n_used, n_flushed, *every, 0.0]
+    norm = math.hypot(*(shard[4] for shard in shards))
+    return [largest, before + len(every), n_used, n_flushed, norm, *every, 0.0]

@@ -1,25 +1,25 @@
 """Statistics of a watch as text: a table, and sentences with advice."""
 
 import math
-import statistics
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
+
+from ampopt.watching.divergence import (
+    has_overflowed,
+    of_learning_rate,
+    of_spikes,
+    unusual_losses,
+)
 
 __all__ = ["in_words", "summary", "worst_first"]
 
 WORST = 10
 """The number of parameters in a table."""
+NAMED = 3
+"""The largest number of parameters named in a sentence."""
 UNDERFLOW = 0.05
 """The ``underflow`` above which a report advises to keep the scale up."""
-SPIKE = 10.0
-"""A gradient norm of more than this many times the median of the norms before it is a spike. So is
-a loss above the median by more than this many times the median of the deviations from it."""
-RISE = 0.1
-"""The least rise of a loss that is a spike, as a fraction of that median."""
-BEFORE_A_SPIKE = 10, 100
-"""How many steps these medians are taken over: at least, and at most."""
 COLLAPSE = 10
 """Overflows in a row after which the run counts as collapsed: a scale that starts too high causes
 fewer."""
@@ -55,22 +55,35 @@ def summary(numbers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_words(numbers: dict[str, Any], *, float16: bool) -> str:
+def in_words(
+    numbers: dict[str, Any],
+    *,
+    float16: bool,
+    norms: Mapping[str, tuple[float, float]],
+    learning_rates: Sequence[float],
+) -> str:
     """A report in sentences: what happened, and what to do about it.
 
     Args:
         numbers: what :meth:`ampopt.Watch.read` returned.
         float16: whether parameters are float16.
+        norms: of each parameter by name, its norm when the watch began, and now.
+        learning_rates: of each group.
     """
     if not numbers["steps"]:
         return "No step has been attempted yet."
-    is_scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in numbers["recent"])
+    recent = numbers["recent"]
+    is_scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in recent)
+    diverged = of_learning_rate(recent, norms, learning_rates)
+    lowers = is_scaled and not (_has_collapsed(numbers) or _are_overflows_of_the_loss(recent))
     sentences = [
         _totals(numbers),
-        *_of_overflows(numbers, lowers=is_scaled and not _has_collapsed(numbers)),
+        *diverged,
+        *_of_overflows(numbers, lowers=None if diverged else lowers),
         *_of_runs(numbers),
-        *_of_spikes(numbers, "norm", "gradient norm", _norm_limit),
-        *_of_spikes(numbers, "loss", "loss", _loss_limit),
+        *of_spikes(recent, "norm", "gradient norm"),
+        *of_spikes(recent, "loss", "loss"),
+        *_of_zeros(numbers, is_scaled=is_scaled),
         *(_of_underflow(numbers) if is_scaled else []),
         *_of_other_causes(numbers),
     ]
@@ -88,8 +101,13 @@ def _totals(numbers: dict[str, Any]) -> str:
     return f"{_steps(numbers['steps'])}, {numbers['skips']} skipped{row}{under}."
 
 
-def _of_overflows(numbers: dict[str, Any], *, lowers: bool) -> list[str]:
-    """Which parameters overflowed, how often, and advice; ``lowers``: a lower scale may help."""
+def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
+    """Which parameters overflowed, how often, and advice.
+
+    Args:
+        numbers: what :meth:`ampopt.Watch.read` returned.
+        lowers: whether a lower scale may help; ``None`` for no advice.
+    """
     bad = [(name, stats) for name, stats in worst_first(numbers) if stats["overflows"]]
     if not bad:
         return _of_ranks(numbers)
@@ -97,31 +115,36 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool) -> list[str]:
     most = [name for name, other in bad if other["overflows"] == stats["overflows"]]
     every = numbers["steps"] / stats["overflows"]
     how_often = (
-        "once"
+        "once, at"
         if stats["overflows"] == 1
-        else f"{stats['overflows']} times, every {every:.3g} steps,"
+        else f"{stats['overflows']} times, every {every:.3g} steps, last at"
     )
+    when = f"{how_often} step {stats['last_overflow']}"
     if len(most) > 1 and len(most) == len(numbers["parameters"]):
+        found = f"All parameters overflowed together, {when}"
+        if lowers is None:
+            return [f"{found}."]
         return [
-            f"All parameters overflowed together, {how_often} last at step "
-            f"{stats['last_overflow']}: that is the loss, or the batch, or the first layer to "
-            "overflow on the way forward. Run such a step within "
+            f"{found}: that is the loss, or the batch, or the first layer "
+            "to overflow on the way forward. Run such a step within "
             "ampopt.first_nonfinite(model), which names it."
         ]
     others = "" if len(bad) == 1 else f"; {len(bad) - 1} other parameters overflowed, too"
-    sentences = [
-        f"`{first}` overflowed {how_often} last at step {stats['last_overflow']}; its largest "
-        f"finite gradient was {stats['largest']:.3g}{others}."
-    ]
-    sentences.append(
-        "A few overflows are normal: the scale grows until one occurs. If there are too many, "
-        f"limit the scale (max_scale=), or keep the module of `{first}` in float32, with "
-        "ampopt.run_in(module, torch.float32)."
-        if lowers
-        else "Run such a step within ampopt.first_nonfinite(model), which names the module and "
-        "the cause."
-    )
-    return sentences
+    largest = f"its largest finite gradient was {stats['largest']:.3g}"
+    found = f"`{first}` overflowed {when}; {largest}{others}."
+    advice = {
+        None: [],
+        True: [
+            "A few overflows are normal: the scale grows until one occurs. If there are too many, "
+            f"limit the scale (max_scale=), or keep the module of `{first}` in float32, with "
+            "ampopt.run_in(module, torch.float32)."
+        ],
+        False: [
+            "Run such a step within ampopt.first_nonfinite(model), which names the module and "
+            "the cause."
+        ],
+    }
+    return [found, *advice[lowers]]
 
 
 def _of_runs(numbers: dict[str, Any]) -> list[str]:
@@ -145,11 +168,7 @@ def _of_runs(numbers: dict[str, Any]) -> list[str]:
 
 def _runs(numbers: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The overflows among the last steps, those of successive steps together."""
-
-    def overflowed(entry: dict[str, Any]) -> bool:
-        return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
-
-    return [list(run) for is_run, run in groupby(numbers["recent"], overflowed) if is_run]
+    return [list(run) for is_run, run in groupby(numbers["recent"], has_overflowed) if is_run]
 
 
 def _run_now(numbers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -163,47 +182,10 @@ def _has_collapsed(numbers: dict[str, Any]) -> bool:
     return len(_run_now(numbers)) >= COLLAPSE
 
 
-def _of_spikes(
-    numbers: dict[str, Any], key: str, what: str, limit: Callable[[list[float], float], float]
-) -> list[str]:
-    """The steps that were applied with an unusual value, the largest of them by name.
-
-    Args:
-        numbers: what :meth:`ampopt.Watch.read` returned.
-        key: the value in the entries of its ``recent``.
-        what: the value in words.
-        limit: the largest usual value, from the values before it and their median.
-    """
-    least, most = BEFORE_A_SPIKE
-    before, spikes = deque[float](maxlen=most), []
-    for entry in numbers["recent"]:
-        value = entry[key]
-        if entry["skipped"] or value is None or not math.isfinite(value):
-            continue
-        if len(before) >= least:
-            usual = statistics.median(before)
-            if value > limit(list(before), usual):
-                spikes.append((value, usual, entry["step"]))
-        before.append(value)
-    if not spikes:
-        return []
-    value, usual, step = max(spikes)
-    others = f", the largest of {len(spikes)} such spikes" if len(spikes) > 1 else ""
-    return [
-        f"At step {step} the {what} rose from about {usual:.3g} to {value:.3g}{others}; the step "
-        f"was applied. ampopt.skip_when(optimizer, {key}_deviations=6.0) skips such steps."
-    ]
-
-
-def _norm_limit(norms: list[float], usual: float) -> float:
-    """The norm above which a step is a spike."""
-    return SPIKE * usual
-
-
-def _loss_limit(losses: list[float], usual: float) -> float:
-    """The loss above which a step is a spike."""
-    deviation = statistics.median([abs(loss - usual) for loss in losses])
-    return usual + max(SPIKE * deviation, RISE * abs(usual))
+def _are_overflows_of_the_loss(recent: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the loss was a spike, or not finite, in each step that overflowed."""
+    overflowed = {entry["step"] for entry in recent if has_overflowed(entry)}
+    return bool(overflowed) and overflowed <= unusual_losses(recent)
 
 
 def _of_ranks(numbers: dict[str, Any]) -> list[str]:
@@ -216,6 +198,28 @@ def _of_ranks(numbers: dict[str, Any]) -> list[str]:
     return [
         f"Overflows: {counts}{more}. Parameters are those of this rank's shards; "
         "watch.gather(), called on all ranks, has all."
+    ]
+
+
+def _of_zeros(numbers: dict[str, Any], *, is_scaled: bool) -> list[str]:
+    """Which parameters had only gradients of 0, and advice."""
+    stats = numbers["parameters"]
+    zeros = [name for name in stats if stats[name]["only_zeros"]]
+    if not zeros:
+        return []
+    names = ", ".join(f"`{name}`" for name in zeros[:NAMED])
+    more = f" and {len(zeros) - NAMED} more" if len(zeros) > NAMED else ""
+    nonzero = any(stats[name]["largest"] or stats[name]["overflows"] for name in stats)
+    others = "while others had not" if nonzero else "and so had all that have a gradient"
+    remedy = (
+        "raise the loss scale (init_scale=, or min_scale= if it has fallen)"
+        if is_scaled
+        else "scale the loss (grads_scaled_by=ampopt.DynamicLossScale())"
+    )
+    return [
+        f"{names}{more} had only gradients of 0, {others}. If the model computes in half "
+        f"precision, its gradients underflow: {remedy}. If a larger scale changes nothing, the "
+        "loss does not depend on these parameters."
     ]
 
 

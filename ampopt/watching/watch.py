@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampopt._step import gradients
 from ampopt._step.ranks import has_others
+from ampopt._step.sharding.dtensor import local
 from ampopt.backend import backend_for, host_may_look
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
@@ -22,11 +23,13 @@ from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
+from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
     RING,
+    UNSEEN,
     ChunkRange,
     RecordedStep,
     WatchStatistics,
@@ -168,6 +171,7 @@ class Watch:
                             "last_overflow": 88,  # the step, from 1; None without
                             "largest": 4.5,  # finite unscaled magnitude
                             "underflow": 0.01,  # fraction, over the steps that were not skipped
+                            "only_zeros": False,  # whether all its gradients were 0 so far
                         },
                     },
                     "recent": [  # the last steps, oldest first
@@ -227,8 +231,19 @@ class Watch:
 
     def report(self) -> str:
         """A report in sentences: what happened, and what to do about it. Synchronizes."""
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        return report.in_words(self.read(), float16=any(p.dtype == torch.float16 for p in params))
+        snapshot, groups = self._snapshot(), self.optimizer.param_groups
+        norms = {
+            name: (snapshot.parameters[name][4], norm)
+            for device, names in self._names.items()
+            if names
+            for name, norm in zip(names, self._norms(device).tolist(), strict=True)
+        }
+        return report.in_words(
+            as_dict(snapshot, alone=self._decides_alone()),
+            float16=any(p.dtype == torch.float16 for group in groups for p in group["params"]),
+            norms=norms,
+            learning_rates=[float(group["lr"]) for group in groups if "lr" in group],
+        )
 
     def __str__(self) -> str:
         """A table of the parameters that overflowed most. Synchronizes."""
@@ -473,10 +488,24 @@ class Watch:
             old = self._statistics.get(device)
             if old is None or old.places < len(names):
                 new = self._statistics[device] = zeros(len(names), self._last, device)
+                new.parameters[:, 0] = UNSEEN
+                new.parameters[:, 4] = self._norms(device)
                 if old is not None:
                     new.parameters[: old.places] = old.parameters
                     new.totals.copy_(old.totals)
                     new.ring.copy_(old.ring)
+
+    @torch.no_grad()
+    def _norms(self, device: torch.device) -> Tensor:
+        """The norms of the parameters on ``device``, or of their shards here: widest, 1-d."""
+        wide = widest(device)
+        norms = [torch.zeros((), dtype=wide, device=device)] * len(self._names[device])
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                on, place = self._places[id(param)]
+                if on == device:
+                    norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
+        return torch.stack(norms)
 
     def _tell(self) -> None:
         """Write the logs that have arrived, and check the alarms."""

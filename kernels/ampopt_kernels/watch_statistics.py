@@ -2,9 +2,10 @@
 
 One vector holds them all, so that one copy brings them to the host::
 
-    parameters   COLUMNS numbers each: largest gradient magnitude; overflows; gradients that were
-                 not 0; those of them that float16 would flush to 0; then a ring buffer of the
-                 numbers of the last 16 steps in which the parameter overflowed
+    parameters   COLUMNS numbers each: largest gradient magnitude, UNSEEN before the first gradient;
+                 overflows; gradients that were not 0; those of them that float16 would flush to 0;
+                 norm of the parameter when the watch began; then a ring buffer of the numbers of
+                 the last 16 steps in which the parameter overflowed
     totals       skips in a row; skips by each cause
     steps        RING numbers for each of the last steps, a ring buffer: cause of the skip, loss
                  scale, global norm, sum of squares of the watched gradients, loss
@@ -28,6 +29,7 @@ __all__ = [
     "COUNTS",
     "NOT_GIVEN",
     "RING",
+    "UNSEEN",
     "RecordedStep",
     "WatchStatistics",
     "ChunkRange",
@@ -35,7 +37,7 @@ __all__ = [
     "zeros",
 ]
 
-COUNTS = 4
+COUNTS = 5
 """Numbers of a parameter before its ring buffer of steps; steps count from 1, and 0 is empty."""
 COLUMNS = COUNTS + 16
 """Numbers of a parameter. The step numbers let a report over ranks count an overflow of several
@@ -45,6 +47,8 @@ CAUSES = ("overflow", "norm", "loss")
 RING = 5
 """Numbers of a step; a number that the step does not have is ``NOT_GIVEN``."""
 NOT_GIVEN = -math.inf
+UNSEEN = -1.0
+"""The largest gradient magnitude of a parameter that has had no gradient yet."""
 
 
 class ChunkRange(NamedTuple):
@@ -148,7 +152,7 @@ def note(
         measures = report.measures.to(device, wide)[firsts]
         table = statistics.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
-        table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
+        table[:, 2:4] += measures[:, 1:3] * (1 - skipped)
         squares = _in_order(measures[:, 3])
         if not report.surely_finite:
             flags = report.flags_on(device).to(wide)[firsts]

@@ -87,14 +87,48 @@ def ordinary(path: str, which: str = "an ordinary step") -> str:
     return f"  2 parameters (weight, bias): {which}, {path}\n"
 
 
-LOOKED = "after the host looked at the overflow flag, "
-FREE = LOOKED + "which costs nothing on the CPU; on a GPU, a transaction where it can be"
+LOOKED = "after the host looked at the overflow flag"
+FREE = LOOKED + ", which costs nothing on the CPU; "
+TRANSACTION = "on a GPU it can be a transaction, if all its states are there"
+
+
+def flag_read(name: str, *, times: str = "", on_gpu: str = "each time") -> str:
+    counted, listed = times or "1 time", f", {times}" if times else ""
+    free = " (a transaction on a GPU does not look)" if on_gpu == "for none" else ""
+    return (
+        f"The host looked at tensors {counted}. That costs nothing on the CPU; on a GPU it would "
+        f"wait {on_gpu}:\n  {name}'s overflow flag{listed}: skip this step?{free}"
+    )
 
 
 def test_an_ordinary_step_on_the_cpu(eager):
     header = "Plain: 1 step. In the last one:\n"
-    assert said(made(Plain)) == header + ordinary(FREE) + NO_LOOK
-    assert said(made(Plain), scale=None) == header + ordinary("unchecked") + NO_LOOK
+    optimizer, twin = made(Plain), made(Plain)
+    one_more = "profile one more step to see whether it can be a transaction on a GPU"
+    assert said(optimizer) == header + ordinary(FREE + one_more) + flag_read("Plain")
+    free = flag_read("Plain", on_gpu="for none")
+    for _ in range(2):
+        assert said(optimizer) == header + ordinary(FREE + TRANSACTION) + free
+    with profile(optimizer) as report:
+        for _ in range(2):
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert str(report).endswith(flag_read("Plain", times="2 times", on_gpu="for none"))
+    assert said(optimizer, scale=None) == header + ordinary("unchecked") + NO_LOOK
+    for _ in range(6):
+        twin.unscale_and_step(grads_scaled_by=1.0)
+    assert all(map(torch.equal, params_of(optimizer), params_of(twin)))
+
+
+def params_of(optimizer: Any) -> Any:
+    return optimizer.param_groups[0]["params"]
+
+
+def test_a_step_that_cannot_be_a_transaction_on_a_gpu_is_told_so_on_the_cpu(eager):
+    optimizer = made(HostCounted)
+    path = LOOKED + "; on a GPU too, as the step changes torch's random state"
+    for _ in range(2):
+        header = "HostCounted: 1 step. In the last one:\n"
+        assert said(optimizer) == header + ordinary(path) + flag_read("HostCounted")
 
 
 @pytest.mark.parametrize(
@@ -104,16 +138,16 @@ def test_an_ordinary_step_on_the_cpu(eager):
             Plain,
             "auto",
             [
-                LOOKED + "to find out whether later ones can be transactions",
-                LOOKED + "to find out whether later ones can be transactions",
+                LOOKED + ", to find out whether later ones can be transactions",
+                LOOKED + ", to find out whether later ones can be transactions",
                 "as a transaction: taken, and undone on the device if it overflowed",
             ],
         ),
-        (Plain, "host", [LOOKED + "as skip_by='host' says"]),
+        (Plain, "host", [LOOKED + ", as skip_by='host' says"]),
         (
             HostCounted,
             "auto",
-            [LOOKED + "as the step changes torch's random state"] * 2,
+            [LOOKED + ", as the step changes torch's random state"] * 2,
         ),
         (Plain, "step", ["which skips by itself"]),
     ],
@@ -123,7 +157,8 @@ def test_an_ordinary_step_on_a_device(on_a_device, cls, skip_by, paths):
     optimizer.skip_by = skip_by
     for path in paths:
         header = f"{cls.__name__}: 1 step. In the last one:\n"
-        assert said(optimizer) == header + ordinary(path) + NO_LOOK
+        looks = flag_read(cls.__name__) if path.startswith(LOOKED) else NO_LOOK
+        assert said(optimizer) == header + ordinary(path) + looks
 
 
 def test_torchs_own_step(eager):
@@ -131,7 +166,8 @@ def test_torchs_own_step(eager):
     for p in optimizer.param_groups[0]["params"]:
         p.grad = p.detach().to_sparse()
     header = "SGD: 1 step. In the last one:\n"
-    assert said(optimizer) == header + ordinary(FREE, "torch's own step") + NO_LOOK
+    expected = ordinary(FREE + TRANSACTION, "torch's own step")
+    assert said(optimizer) == header + expected + flag_read("SGD", on_gpu="for none")
 
 
 def test_reads_in_the_loop_are_shown_with_their_line(eager):

@@ -157,5 +157,5 @@ def test_a_parameter_in_several_parts_is_one(engine):
             Uploads(),
             notes_step=True,
         )
-    assert statistics.parameters[0, :5].tolist() == [5.0, 1.0, 14.0, 2.0, 2.0]
+    assert statistics.parameters[0, :6].tolist() == [5.0, 1.0, 14.0, 2.0, 0.0, 2.0]
     assert statistics.ring[0, 3] == math.inf

@@ -444,3 +444,84 @@ def test_after_replays_the_result_is_that_of_the_last_one_that_overflowed():
     with ampopt.first_nonfinite(model) as found:
         assert step(torch.ones(1, 1)).scale.item() == 64.0
     assert found.first is not None and found.first.name == "1"  # at 128; "2" at 512 and above
+
+
+# --- gradients that no module made ----------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A layer whose bias, at zero, may also be in a penalty."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def penalized(model: Head) -> Tensor:
+    return model(torch.ones(3, 2)).sum() + (model.head.bias * 0).sum().sqrt()
+
+
+def given_by_hand(model: Head) -> None:
+    model.head.bias.grad = torch.tensor([INF])
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["", "cleared at once"])
+def test_a_gradient_made_outside_of_modules_is_named_by_its_parameter(clears):
+    model = Head()
+    with ampopt.first_nonfinite(model) as found:
+        penalized(model).backward()
+        if clears:
+            model.zero_grad()
+    first = found.first
+    assert first is not None and (first.name, first.kind) == ("head", "Linear")
+    assert (first.direction, first.parameter, first.operation) == ("backward", "head.bias", None)
+    assert str(found).startswith(
+        "the gradient of 'head.bias', made outside of modules, is not finite: float32 of shape "
+        "(1,), without a finite element. All gradients that modules made were finite"
+    )
+
+
+def test_gradients_are_checked_at_the_end_too():
+    model = Head()
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(3, 2)).sum().backward()
+        given_by_hand(model)
+    assert found.first is not None and found.first.parameter == "head.bias"
+
+
+def test_what_a_gradient_was_before_is_not_found():
+    model = Head()
+    given_by_hand(model)
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(3, 2)).sum().backward()  # adds to it
+    assert not found and not model.head.bias._post_accumulate_grad_hooks
+
+
+def test_a_gradient_that_a_module_made_is_not_said_to_be_made_outside():
+    model = nn.Sequential(nn.Linear(2, 2), SteepRoot())
+    with ampopt.first_nonfinite(model) as found:
+        run(model, torch.ones(2, 2))
+    assert found.first is not None and found.first.parameter is None and found.first.name == "1"
+
+
+def test_replays_name_a_parameter_whose_gradient_no_module_made():
+    model = Head()
+    optimizer = ampopt.SGD(model.named_parameters(), lr=0.1)
+
+    def closure(scale: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = penalized(model)
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss
+
+    with (
+        ampopt.first_nonfinite(model),
+        pytest.raises(
+            ampopt.NonFiniteGradientError,
+            match="the gradient of 'head.bias', made outside of modules",
+        ),
+    ):
+        optimizer.unscale_and_step(closure, grads_scaled_by=2.0, max_replays=1)

@@ -115,6 +115,7 @@ def test_one_rank_may_read_its_watch_alone(two_ranks, clips):
         "last_overflow": None,
         "largest": 2.0,
         "underflow": 0,
+        "only_zeros": False,
     }
     for text in (table, report):
         assert "Overflows: 1 on rank 1." in text

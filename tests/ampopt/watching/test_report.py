@@ -1,5 +1,6 @@
 """The report of a watch: what happened, since when, and advice that fits the numbers."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ from torch.nn import Parameter
 
 import ampopt
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def reported(norms: list[float], **options: Any) -> str:
     """The report after gradients with these values; the parameter has one element."""
     weight = Parameter(torch.ones(1, dtype=options.pop("dtype", torch.float32)))
-    optimizer = ampopt.SGD([("weight", weight)], lr=0.0)
+    optimizer = ampopt.SGD([("weight", weight)], lr=options.pop("lr", 0.0))
     watch = ampopt.Watch(optimizer)
     for norm, loss in zip(norms, options.get("losses", [None] * len(norms)), strict=True):
         weight.grad = torch.full_like(weight, norm)
@@ -66,3 +67,111 @@ def test_a_report_speaks_of_float16_only_where_something_is_scaled_or_float16(op
         report = reported(values, **options)
         words = [word in report for word in ("float16", "scale grows", "max_scale", "min_scale")]
         assert any(words) == is_said, report
+
+
+# --- gradients that are all zero ------------------------------------------------------------------
+
+
+def trained(scale: Any, *, steps: int = 3) -> str:
+    """The report on a model under float16 autocast; the gradients of "deep" need a loss scale."""
+    deep, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    unused = torch.nn.Linear(2, 2)  # has no gradient at all
+    model = torch.nn.ModuleDict({"deep": deep, "head": head, "unused": unused})
+    optimizer = ampopt.SGD(model.named_parameters(), lr=0.01)
+    watch = ampopt.Watch(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = head(deep(torch.ones(8, 4)) * 2.0**-14 + 1.0)
+        ampopt.scale_outputs(out.float().sum() * 2.0**-12, scale).backward()
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    return watch.report()
+
+
+@pytest.mark.parametrize(
+    ("scale", "remedy"), [(2.0, "raise the loss scale (init_scale="), (1.0, "DynamicLossScale()")]
+)
+def test_parameters_whose_gradients_underflow_are_named(scale, remedy):
+    torch.manual_seed(0)
+    report = trained(scale)
+    assert "`deep.weight`, `deep.bias` had only gradients of 0, while others had not" in report
+    assert remedy in report
+    assert "unused" not in report and "leave it as it is" not in report
+    assert "only gradients of 0" not in trained(2.0**13)
+
+
+def test_gradients_that_are_all_zero_are_no_reason_to_leave_the_scale():
+    report = reported([0.0] * 3)
+    assert "`weight` had only gradients of 0, and so had all" in report
+    assert "raise the loss scale" in report and "leave it as it is" not in report
+    for values in ([0.0, 1.0], [0.0, INF]):
+        assert "only gradients of 0" not in reported(values)
+
+
+# --- a learning rate that is too high -------------------------------------------------------------
+
+
+def of_a_network(lr: float, init_scale: float, optimizer_class: Any) -> str:
+    """The report after a few steps of a small network under float16 autocast."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+    )
+    optimizer = optimizer_class(model.named_parameters(), lr=lr)
+    watch, scale = ampopt.Watch(optimizer), ampopt.DynamicLossScale(init_scale=init_scale)
+    inputs, labels = torch.randn(32, 16), torch.randint(8, (32,))
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = model(inputs)
+        loss = torch.nn.functional.cross_entropy(out.float(), labels)
+        ampopt.scale_outputs(loss, scale).backward()
+        _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss)
+    return watch.report()
+
+
+@pytest.mark.parametrize(("optimizer_class", "lr"), [(ampopt.AdamW, 3.0), (ampopt.SGD, 100.0)])
+def test_a_run_that_diverges_is_told_of_its_learning_rate(optimizer_class, lr):
+    report = of_a_network(lr, 2.0**16, optimizer_class)
+    assert "the loss rose from 2." in report and "times what it was" in report
+    assert f"the learning rate, {lr:.3g} now, is too high. Lower it" in report
+    for wrong in ("max_scale", "run_in", "first_nonfinite"):
+        assert wrong not in report
+    healthy = of_a_network(lr / 1000, 2.0**30, optimizer_class)
+    assert "overflowed" in healthy and "max_scale" in healthy and "learning rate" not in healthy
+
+
+def test_a_rise_of_the_loss_is_compared_with_its_lowest():
+    up = [2.0 - 0.05 * i for i in range(20)] + [1.0 + 0.25 * i for i in range(40)]
+    applied = len(up)
+    for losses, lr, is_told in (
+        ([3.97, 5.17, 5.07, NAN], 1.0, True),  # gradients of -1, so the weight grows from 1
+        ([3.97, 5.17, 5.07, NAN], 0.0, False),
+        ([5.17, 4.2, 3.97, NAN], 1.0, False),
+        ([3.97, NAN], 4.0, True),
+        (up + [20.0], 1.0, True),
+        (up[:20] + [20.0], 1.0, False),  # a spike
+        ([None, None], 1.0, False),
+    ):
+        report = reported([-1.0] * (len(losses) - 1) + [INF], losses=losses, lr=lr)
+        assert ("learning rate" in report) == is_told, losses
+    report = reported([-1.0] * applied + [INF], losses=[*up, 20.0], lr=1.0)
+    assert re.search(
+        r"Up to step 61, the first with inf or NaN, the loss rose from 1\.\d+ to 10\.8", report
+    )
+    assert "the gradient norm rose from 0.5 to 50, and" in reported([-1.0, -100.0, INF], lr=1.0)
+
+
+def test_a_spike_that_overflows_is_both():
+    usual = [2.5, 2.25] * 8
+    report = reported([1.0] * 16 + [INF], losses=[*usual, 12.0])
+    assert "`weight` overflowed once, at step 17;" in report
+    assert "At step 17 the loss rose from about 2.38 to 12; the step overflowed" in report
+    assert "look at the batch" in report and "skip_when" not in report and "max_scale" not in report
+    report = reported([1.0] * 16 + [INF], losses=[*usual, 2.5])
+    assert "loss rose" not in report and "max_scale" in report
+
+
+def test_the_scale_is_not_blamed_where_the_loss_was_not_finite():
+    report = reported([1.0, INF, 1.0], losses=[2.0, NAN, 2.0])
+    assert "first_nonfinite" in report and "max_scale" not in report

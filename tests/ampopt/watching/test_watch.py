@@ -253,6 +253,7 @@ def test_accumulated_gradients_are_seen_as_their_sum():
         "last_overflow": 2,
         "largest": 2.0,
         "underflow": 0.0,
+        "only_zeros": False,
     }
 
 
