@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -55,11 +56,19 @@ class TrainStep:
     of equal size. 0-d tensors and other objects are passed to every micro-batch. ``loss_fn`` must
     return the *mean* over its micro-batch, because the losses are divided by ``n`` and added.
 
+    With ``batches_per_step=n``, micro-batches come one by one: call ``step(iterator)`` with an
+    iterator of batches, such as ``iter(loader)``, each a tuple or list ``(inputs, *targets)``. A
+    step takes ``n`` batches from it, fewer at its end, and adds up their gradients. Their losses
+    are divided by the number of batches, unless ``reduction="sum"``. An epoch is::
+
+        batches = iter(loader)
+        for _ in range(math.ceil(len(loader) / n)):
+            step(batches)
+
     **On overflow** the step is skipped. With ``on_overflow="replay"`` the same batch is run again,
     each time under a smaller scale, until its gradients are finite. With
-    ``on_overflow="next_batch"``, call ``step(iterator)`` with an iterator of batches, such as
-    ``iter(loader)``, each a tuple or list ``(inputs, *targets)``. The call takes batches from it
-    until one does not overflow, at most ``max_replays + 1``.
+    ``on_overflow="next_batch"``, call ``step(iterator)``, as with ``batches_per_step``. The step is
+    tried on the next batches of it until they do not overflow, at most ``max_replays + 1`` times.
 
     **Customization.** ``on_gradients`` is called before each step, with unscaled gradients. A
     subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which are called in
@@ -113,6 +122,8 @@ class TrainStep:
         precision: Precision | None = None,
         autocast: torch.dtype | None = NOT_GIVEN,
         micro_batches: int = 1,
+        batches_per_step: int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         max_norm: float | None = None,
         on_gradients: Callable[[Optimizer], object] | None = None,
         on_overflow: Literal["skip", "replay", "next_batch"] | None = None,
@@ -135,6 +146,10 @@ class TrainStep:
             autocast: without ``precision``, the dtype for ``torch.autocast``: ``torch.float16``
                 (the default, also on the CPU) or ``torch.bfloat16``; ``None`` for no autocast.
             micro_batches: the number of parts that a batch is divided into and run in, one by one.
+            batches_per_step: the number of batches that a step takes from the iterator that it is
+                called with; ``None``, the default, if it is called with a batch.
+            reduction: how the losses of micro-batches become the loss of the step: ``"mean"`` or
+                ``"sum"``.
             max_norm: the norm to clip to, see :meth:`ampopt.Optimizer.unscale_and_step`; not
                 together with ``on_gradients``, which may clip itself.
             on_gradients: a function that is called with the optimizer before each step, also one
@@ -174,6 +189,10 @@ class TrainStep:
             check_masters(precision, optimizer)
             scale = precision.loss_scale() if scale is NOT_GIVEN else scale
         check_count("micro_batches", micro_batches)
+        if batches_per_step is not None:
+            check_count("batches_per_step", batches_per_step)
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
         check_max_norm(max_norm)
         if on_gradients is not None and max_norm is not None:
             raise ValueError(
@@ -193,6 +212,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._loss_fn, self._scale = loss_fn, as_scale(scale)
         self._precision, self._micro_batches, self._max_norm = precision, micro_batches, max_norm
+        self._batches_per_step, self._averages = batches_per_step, reduction == "mean"
         self._on_gradients, self._on_overflow = on_gradients, on_overflow
         self._max_replays = 100 if max_replays is None else max_replays
         self._preserve_rng = preserve_rng
@@ -201,15 +221,30 @@ class TrainStep:
 
     @property
     def scale(self) -> LossScale | None:
-        """The scale of the next step's loss. Does not synchronize; ``scale.item()`` does."""
+        """The scale of the next step's loss. Does not synchronize; ``scale.item()`` does.
+
+        Assign to it between steps to go on with another scale or schedule: it takes what the
+        argument ``scale`` takes. A step that is captured as a CUDA graph is captured again. This
+        doubles the scale from now on after 500 finite steps::
+
+            now = step.scale.state_dict()
+            step.scale = ampopt.DynamicLossScale()
+            step.scale.load_state_dict({**now, "growth": 0, "growth_interval": 500})
+        """
         return self._scale
+
+    @scale.setter
+    def scale(self, scale: LossScale | float | None) -> None:
+        self._scale = as_scale(scale)
+        self._forget_captured()
 
     def __call__(self, inputs: Any, *targets: Any) -> StepResult:
         """Run one training step. For synchronization, see the class.
 
         Args:
-            inputs: the inputs of the model; with ``on_overflow="next_batch"``, an iterator of
-                batches, and nothing else. ``StopIteration`` at its end is not caught.
+            inputs: the inputs of the model; with ``batches_per_step`` or
+                ``on_overflow="next_batch"``, an iterator of batches, and nothing else. At its end
+                ``StopIteration`` is raised.
             targets: the arguments of the loss function after the outputs.
 
         Returns:
@@ -222,12 +257,19 @@ class TrainStep:
             NonFiniteGradientError: the gradients still overflowed in the last replay or batch; see
                 :meth:`ampopt.Optimizer.unscale_and_step`.
             RuntimeError: the step cannot be captured; an earlier step has used the scale.
-            TypeError: ``loss_fn`` did not return a tensor of one element.
+            TypeError: ``loss_fn`` did not return a tensor of one element; an iterator is expected.
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
+        if self._batches_per_step is None and self._on_overflow != "next_batch":
+            return self._step([(inputs, *targets)])
+        if targets or not isinstance(inputs, Iterator):
+            raise TypeError(
+                'with batches_per_step or on_overflow="next_batch" a step takes an iterator of '
+                f"batches, such as iter(loader), and nothing else, got {type(inputs).__name__}"
+            )
         if self._on_overflow == "next_batch":
-            return self._first_finite(inputs, targets)
-        return self._step((inputs, *targets))
+            return self._first_finite(inputs)
+        return self._step(self._next(inputs))
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the optimizer and of the scale, without the model. Synchronizes."""
@@ -264,8 +306,7 @@ class TrainStep:
             scale.load_state_dict(saved_scale)
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._scale = scale
-        if self._captured_steps is not None:
-            self._captured_steps.forget()
+        self._forget_captured()
 
     # --- methods that a subclass may override -------------------------------------------------
 
@@ -277,7 +318,8 @@ class TrainStep:
         """Backpropagate ``loss * scale``.
 
         Args:
-            loss: the loss of a micro-batch, divided by the number of micro-batches.
+            loss: the loss of a micro-batch, divided by the number of micro-batches unless
+                ``reduction="sum"``.
             scale: the loss scale, or ``None``.
         """
         scale_outputs(loss, scale).backward()
@@ -311,42 +353,45 @@ class TrainStep:
 
     # --- the loop ------------------------------------------------------------------------------
 
-    def _step(self, batch: Any) -> StepResult:
-        """Run one step on a batch, by a CUDA graph if there is one, and keep the next scale."""
+    def _step(self, batches: list[Any]) -> StepResult:
+        """Run one step on batches, by a CUDA graph if there is one, and keep the next scale."""
         device = self.optimizer._ampopt.decision_device
-        batch = pytree.tree_map_only(Tensor, lambda t: to_device(t, device), batch)
-        check_divisible(batch, self._micro_batches)
+        batches = pytree.tree_map_only(Tensor, lambda t: to_device(t, device), batches)
+        check_divisible(batches, self._micro_batches)
         steps = self._capturing_on(device)
         if steps is None:
-            result = self._run(batch, self._scale, self.optimizer.zero_grad)
+            result = self._run(batches, self._scale, self.optimizer.zero_grad)
         else:
-            result = steps.step(batch, self._scale, mode=getattr(self.model, "training", None))
+            result = steps.step(batches, self._scale, mode=getattr(self.model, "training", None))
         self._scale = result.scale
         return result
 
-    def _first_finite(self, batches: Any, rest: Any) -> StepResult:
-        """Step with the first of ``batches`` that does not overflow."""
-        if rest or not isinstance(batches, Iterator):
-            raise TypeError(
-                'on_overflow="next_batch" takes an iterator of batches, such as iter(loader), and '
-                f"nothing else, got {type(batches).__name__}"
-            )
-        result: Any = None
+    def _next(self, batches: Iterator[Any]) -> list[Any]:
+        """The batches of the next step, each a tuple."""
+        taken = list(itertools.islice(batches, self._batches_per_step or 1))
+        if not taken:
+            raise StopIteration
+        return [tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in taken]
+
+    def _first_finite(self, batches: Iterator[Any]) -> StepResult:
+        """Step with the first of ``batches`` that do not overflow."""
+        result, taken = None, 0
         for _ in range(self._max_replays + 1):
-            batch = next(batches)
-            result = self._step(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+            tried = self._next(batches)
+            result, taken = self._step(tried), taken + len(tried)
             if not result.skipped:
                 return result
+        assert result is not None
         raise NonFiniteGradientError(
-            f"the gradients of {self._max_replays + 1} batches overflowed, each under a smaller "
-            "scale than the one before",
+            f"the gradients of {taken} batches overflowed, each under a smaller scale than those "
+            "before",
             reason="replays",
             parameters=overflowed(result.found_inf),
         )
 
-    def _run(self, batch: Any, scale: Any, clear: Callable[[], None]) -> StepResult:
+    def _run(self, batches: list[Any], scale: Any, clear: Callable[[], None]) -> StepResult:
         """Run one step without a graph: clear the gradients with ``clear``, evaluate, and step."""
-        evaluate = functools.partial(self._evaluate, batch, clear)
+        evaluate = functools.partial(self._evaluate, batches, clear)
         if self._on_overflow == "replay":
             return self.update(scale, evaluate)
         loss = evaluate(scale)
@@ -354,18 +399,25 @@ class TrainStep:
             result = self.update(scale)
         return StepResult(loss, result.found_inf, result.scale)
 
-    def _evaluate(self, batch: Any, clear: Callable[[], None], scale: Any) -> Tensor:
-        """Compute the scaled gradients of the whole batch, and return its loss."""
+    def _evaluate(self, batches: list[Any], clear: Callable[[], None], scale: Any) -> Tensor:
+        """Compute the scaled gradients of all batches, and return their loss."""
         clear()
-        losses, n = [], self._micro_batches
-        for inputs, *targets in parts(batch, n):
-            with self._precision.autocast(self.optimizer._ampopt.decision_device.type):
-                loss = self.forward(inputs, *targets)
-                check_loss(loss)
-                loss = loss / n if n > 1 else loss
-            self.backward(loss, scale)
-            losses.append(loss.detach())
+        losses = []
+        n = len(batches) * self._micro_batches if self._averages else 1
+        for batch in batches:
+            for inputs, *targets in parts(batch, self._micro_batches):
+                with self._precision.autocast(self.optimizer._ampopt.decision_device.type):
+                    loss = self.forward(inputs, *targets)
+                    check_loss(loss)
+                    loss = loss / n if n > 1 else loss
+                self.backward(loss, scale)
+                losses.append(loss.detach())
         return functools.reduce(torch.add, losses)
+
+    def _forget_captured(self) -> None:
+        """Have the next step captured again."""
+        if self._captured_steps is not None:
+            self._captured_steps.forget()
 
     @torch.no_grad()
     def _unscale(self, scale: Any) -> Unscaled:

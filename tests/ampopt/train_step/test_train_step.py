@@ -1,6 +1,7 @@
 """``TrainStep`` is bitwise the loop that its docstring shows."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -254,6 +255,8 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"autocast": torch.float32}, ValueError, r"autocast must be .* got torch\.float32"),
         ({"micro_batches": 0}, ValueError, "micro_batches"),
         ({"micro_batches": 2.0}, TypeError, "micro_batches"),
+        ({"batches_per_step": 0}, ValueError, "batches_per_step"),
+        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum', got 'none'"),
         ({"max_norm": -1.0}, ValueError, "max_norm"),
         ({"max_replays": -1}, ValueError, "max_replays"),
         ({"preserve_rng": True}, ValueError, "pass on_overflow='replay' too"),
@@ -404,9 +407,135 @@ def test_at_most_max_replays_further_batches_are_taken():
     assert step.scale is not None and step.scale.item() == 2.0**13
 
 
+@pytest.mark.parametrize("options", [{"on_overflow": "next_batch"}, {"batches_per_step": 1}])
 @pytest.mark.parametrize("given", [batch(), ([batch()],), (iter([batch()]), 1.0)])
-def test_next_batch_requires_an_iterator(given):
+def test_an_iterator_is_required(given, options):
     model, optimizer = made()
-    step = TrainStep(model, MSE, optimizer, DynamicLossScale(), on_overflow="next_batch")
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(), **options)
     with pytest.raises(TypeError, match="takes an iterator of batches, such as iter"):
         step(*given)
+
+
+# --- several batches a step -----------------------------------------------------------------------
+
+
+def joined(window: Any) -> tuple[Any, ...]:
+    """One batch of all in ``window``."""
+    return tuple(torch.cat(tensors) for tensors in zip(*window, strict=True))
+
+
+@given(
+    cls=st.sampled_from([ampopt.AdamW, Plain]),
+    scale=st.sampled_from(sorted(SCALES)),
+    training=st.lists(st.lists(batches, min_size=3, max_size=3), min_size=1, max_size=4),
+    micro_batches=st.sampled_from([1, 2]),
+    max_norm=st.sampled_from([None, 0.25]),
+    cuda_graph=st.booleans(),
+)
+@settings(max_examples=20)
+def test_batches_of_a_step_are_the_parts_of_one(
+    cls, scale, training, micro_batches, max_norm, cuda_graph
+):
+    options: Any = {
+        "micro_batches": 3 * micro_batches,
+        "max_norm": max_norm,
+        "cuda_graph": cuda_graph and cls is ampopt.AdamW,
+    }
+    (whole_model, whole), (model, optimizer) = made(cls), made(cls)
+    expected = by_step(whole_model, whole, SCALES[scale](), map(joined, training), **options)
+    options.update(micro_batches=micro_batches, batches_per_step=3)
+    step = TrainStep(model, MSE, optimizer, SCALES[scale](), **options)
+    feed = iter([one for window in training for one in window])
+    actual = []
+    for _ in training:
+        loss, found_inf, scale_now = step(feed)
+        actual.append((loss, found_inf, optimizer.grad_norm, saved(scale_now)))
+    assert bits(actual) == bits(expected)
+    assert everything(optimizer) == everything(whole)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_fewer_batches_at_the_end_are_a_step_too(reduction):
+    training = [batch(first) for first in (1.0, 2.0, 3.0, -1.0, 0.5)]
+    model, optimizer = made()
+    step = TrainStep(
+        model, MSE, optimizer, 8.0, autocast=None, batches_per_step=3, reduction=reduction
+    )
+    feed = iter(training)
+    losses = [step(feed).loss for _ in range(2)]
+    with pytest.raises(StopIteration):
+        step(feed)
+    expected_model, expected = made()
+    for window, loss in zip((training[:3], training[3:]), losses, strict=True):
+        n = len(window) if reduction == "mean" else 1
+        parts = [MSE(expected_model(x), y) / n for x, y in window]
+        for part in parts:
+            part.backward()
+        assert loss.item() == functools.reduce(torch.add, parts).item()
+        expected.unscale_and_step(grads_scaled_by=1.0)
+        expected.zero_grad()
+    for p, q in zip(model.parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_an_overflow_takes_the_batches_of_another_step():
+    """As NNabla's updater does with ``accum_grad`` and a ``data_feeder``."""
+    training = [batch(), batch(bad_row=0), batch(2.0), batch(3.0), batch(bad_row=1)]
+    options: Any = {"batches_per_step": 2, "reduction": "sum", "on_overflow": "next_batch"}
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(init_scale=64.0), **options)
+    feed = iter(training)
+    assert step(feed).scale.item() == 32.0
+    expected_model, expected = made()
+    loop = TrainStep(expected_model, MSE, expected, 32.0, batches_per_step=2, reduction="sum")
+    loop(iter(training[2:4]))
+    assert bits(list(model.parameters())) == bits(list(expected_model.parameters()))
+    with pytest.raises(StopIteration):
+        step(feed)  # the last batch overflows, and there is no other
+    step = TrainStep(
+        model, MSE, optimizer, DynamicLossScale(init_scale=64.0), max_replays=1, **options
+    )
+    with pytest.raises(ampopt.NonFiniteGradientError, match="of 4 batches overflowed"):
+        step(iter([batch(bad_row=0)] * 9))
+
+
+def test_replay_runs_all_batches_of_the_step_again():
+    model, optimizer = made()
+    seen = []
+
+    def loss_fn(outputs: Any, targets: Any) -> Any:
+        seen.append(float(targets.sum()))
+        if len(seen) == 2:
+            outputs.register_hook(lambda grad: grad * INF)
+        return MSE(outputs, targets)
+
+    scale = DynamicLossScale(init_scale=64.0)
+    step = TrainStep(model, loss_fn, optimizer, scale, max_replays=3, batches_per_step=2)
+    x, y = batch()
+    assert step(iter([(x, y), (x, 2 * y)])).scale.item() == 32.0
+    assert seen == [4.0, 8.0, 4.0, 8.0]
+
+
+# --- another scale --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_the_scale_and_its_schedule_can_be_set_between_steps(cuda_graph):
+    model, optimizer = made()
+    step = TrainStep(
+        model, MSE, optimizer, DynamicLossScale(), autocast=None, cuda_graph=cuda_graph
+    )
+    step(*batch())
+    assert step.scale is not None
+    now = step.scale.state_dict()
+    step.scale = scale = DynamicLossScale()
+    scale.load_state_dict({**now, "growth": 0, "growth_interval": 2})
+    values = [step(*batch()).scale.item() for _ in range(4)]
+    assert values == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
+    step.scale = 8.0
+    assert step(*batch()).scale.item() == 8.0
+    step.scale = None
+    assert step(*batch()).scale is None
+    with pytest.raises(TypeError, match="scale must be a LossScale"):
+        step.scale = torch.ones(())  # pyright: ignore
+    assert step.scale is None
