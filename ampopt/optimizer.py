@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import closures, ranks, torch_scaler
+from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.ordinary import OrdinaryStep
@@ -286,6 +286,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as torch does; discard a pending unscale and accumulated sums."""
         ours = self._ampopt
+        ours.left_out.note_zero_grad(gradients.params_of(self.param_groups))
         ours.pending = None
         ours.accumulation.discard()
         super().zero_grad(*args, **kwargs)
@@ -508,7 +509,8 @@ class Optimizer(torch.optim.Optimizer):
                 Parameters and state are as before the call.
             RuntimeError: an unscale is pending; an earlier step has used the scale; ranks of one
                 process group make different calls (another method, scale, ``max_norm``,
-                ``skip_when`` or set of parameters). All of these ranks raise it: at once if tensors
+                ``skip_when``, class, set of parameters, or options of parameters that all ranks
+                have), or one has left out a call. All of these ranks raise it: at once if tensors
                 are on the CPU, else up to 20 steps later, without waiting.
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.

@@ -99,10 +99,12 @@ def unscale_and_step(
         request = optimizer._ampopt.with_watch_and_causes(request)
     has_sums = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
     if has_sums:
-        agreement = ranks.agreement(groups, process_group)
+        agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
-        decision = check_and_unscale(groups, request, uploads=uploads, process_group=process_group)
+        decision = check_and_unscale(
+            optimizers, request, uploads=uploads, process_group=process_group
+        )
     next_scale = next_scale_of(scale, decision)
     to_device = None if has_sums else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, to_device, decision)

@@ -17,10 +17,10 @@ from ampopt._step.rank_messages import (
     Comparison,
     ControlPoint,
     RowsOnDevices,
-    digest,
     local_results,
     row_of,
 )
+from ampopt._step.rank_settings import RankSettings, digest
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt.backend import backend_for
@@ -46,6 +46,7 @@ class Agreement:
         whole: frozenset[int],
         groups: Sequence[Any],
         mesh: Any,
+        settings: RankSettings,
         *,
         names_ranks: bool,
         step_has_collectives: bool,
@@ -59,13 +60,14 @@ class Agreement:
             groups: process groups to all-reduce over, one after another, so that every rank is
                 reached. There are several only for a mesh that has no group of all its ranks.
             mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
+            settings: what all ranks have to set alike.
             names_ranks: whether ``groups`` is what the user passed as ``process_group``, or the
                 default group for FSDP1. Ordinary tensors are then shards of the model, unless
                 ``replicated``; otherwise they are copies.
             step_has_collectives: whether the step itself makes a collective for each ``DTensor``
                 gradient, so that all ranks of a mesh need gradients of the same parameters.
         """
-        self._groups = groups
+        self._groups, self._settings = groups, settings
         self._names_ranks, self._mesh = names_ranks, mesh
         self._step_has_collectives = step_has_collectives and mesh is not None
         self._replicated = replicated
@@ -148,11 +150,12 @@ class Agreement:
             request,
             call,
             params=self._params,
+            classes=self._settings.classes,
             present=present > 0,
             gradients=present if self._step_has_collectives else 0,
         )
         host_sees = backend_for(device).host_sees
-        results = local_results(request, partials, flag, device)
+        results = local_results(request, partials, flag, self._settings, device)
         if host_sees:
             whole = list(row)
             for column, result in results.items():
@@ -163,7 +166,7 @@ class Agreement:
             for column, result in results.items():
                 rows[self.place, column] = result
         self._all_reduce(rows, self._groups)
-        self._comparison.compare(rows, row, self._ranks, at_once=host_sees)
+        self._comparison.compare(rows, row, self._ranks, self._settings, at_once=host_sees)
         return rows
 
     def rank_flags(self, overflows: Tensor) -> RankFlags:
@@ -187,12 +190,19 @@ class Agreement:
             self.exchange(Request(), ControlPoint.RAISED, empty, None, device, present=0)
 
     def closures(
-        self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
+        self,
+        device: torch.device,
+        max_replays: int,
+        evaluation: int,
+        *,
+        finite: bool,
+        raised: bool,
     ) -> tuple[bool, bool]:
         """All-reduce the outcome of one evaluation of the closure. Synchronizes.
 
         Args:
             device: the device on which the step is decided.
+            max_replays: the number of times that an evaluation may be repeated.
             evaluation: the number of the evaluation, from 1.
             finite: whether the loss is finite on this rank.
             raised: whether the closure raised on this rank.
@@ -203,12 +213,20 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`exchange`.
         """
-        row = row_of(Request(), ControlPoint.CLOSURE, params=self._params, evaluation=evaluation)
+        row = row_of(
+            Request(),
+            ControlPoint.CLOSURE,
+            params=self._params,
+            classes=self._settings.classes,
+            evaluation=evaluation,
+            max_replays=max_replays,
+        )
         rows = self._rows.matrix(row, device)
+        rows[self.place, Column.LEFT_OUT] = self._settings.left_out()
         rows[self.place, Column.OVERFLOW] = float(not finite)
         rows[self.place, Column.SQUARES] = float(raised)
         self._all_reduce(rows, self._groups)
-        self._comparison.compare(rows, row, self._ranks, at_once=True)
+        self._comparison.compare(rows, row, self._ranks, self._settings, at_once=True)
         not_finite, raises = rows[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
         return not not_finite, raises > 0
 

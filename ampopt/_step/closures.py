@@ -208,7 +208,7 @@ def _step_with_replays(
         discard=ours.discard,
         meet=None
         if agreement is None
-        else functools.partial(agreement.closures, ours.decision_device),
+        else functools.partial(agreement.closures, ours.decision_device, max_replays),
     )
     try:
         with ours.restored_on_failure(replay.restore_rng):

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def check_and_unscale(
-    param_groups: list[dict[str, Any]],
+    optimizers: Sequence[Any],
     request: Request,
     *,
     write: bool = False,
@@ -42,7 +42,7 @@ def check_and_unscale(
     """Check all gradients for inf/NaN, and make one decision. Does not synchronize.
 
     Args:
-        param_groups: the param groups of one or several optimizers.
+        optimizers: one or several optimizers of any class.
         request: the scale and what else to check; nothing is stepped.
         write: whether to unscale the gradients in place.
         uploads: the constants cached on each device by earlier calls.
@@ -55,10 +55,10 @@ def check_and_unscale(
         RuntimeError, TypeError, ValueError: see :func:`ampopt._step.gradients.params_with_grads`.
             Nothing has changed then.
     """
-    with_grads, decision_device = gradients.params_with_grads(param_groups), device_of(param_groups)
-    all_reduce = flag_all_reduce(
-        ranks.agreement(param_groups, process_group), request, len(with_grads)
-    )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    with_grads, decision_device = gradients.params_with_grads(groups), device_of(groups)
+    agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
+    all_reduce = flag_all_reduce(agreement, request, len(with_grads))
     uploads = {} if uploads is None else uploads
     return check_and_unscale_params(
         with_grads, request, all_reduce, decision_device, write=write, uploads=uploads

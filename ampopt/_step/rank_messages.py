@@ -5,7 +5,6 @@ sum has every row as its rank wrote it, NaN and infinity too.
 """
 
 import enum
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.rank_settings import RankSettings, digest
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
@@ -24,7 +24,6 @@ __all__ = [
     "Comparison",
     "RowsOnDevices",
     "difference",
-    "digest",
     "local_results",
     "row_of",
 ]
@@ -50,7 +49,7 @@ class ControlPoint(enum.IntEnum):
 
 
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
-    """Indices into a row. From ``CALL`` on, the rows of all ranks have to be equal."""
+    """Indices into a row. From ``LEFT_OUT`` on, the rows of all ranks have to be equal."""
 
     OVERFLOW = 0  # more than 0 if this rank found one; for CLOSURE, if its loss is not finite
     # squared norm of this rank, NaN if not requested; for CLOSURE, 1 if it raised; for CYCLE, more
@@ -59,19 +58,25 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     PRESENT = 2  # 1 if this rank has gradients
     LOSS = 3
     GIVES_LOSS = 4  # 1 if LOSS was passed
-    CALL = 5
-    PARAMS = 6  # a digest of shapes, dtypes and placements
-    EVALUATION = 7  # number of the closure's evaluation, from 1
-    GRADIENTS = 8  # how many, if the step makes a collective for each; else 0
-    DROPS = 9  # 1 if an overflow skips the step
-    MAX_NORM = 10
-    NORM = 11  # the smallest norm= of all skip_when; the next three are smallest values, too
-    NORM_DEVIATIONS = 12
-    LOSS_LIMIT = 13
-    LOSS_DEVIATIONS = 14
-    CAUSES = 15  # a digest of the arguments of all skip_when
-    SCALE = 16
-    COUNT = 17
+    LEFT_OUT = 5  # this and the next three are of RankSettings
+    OPTIONS = 6
+    TENSORS = 7
+    COPIES = 8
+    CALL = 9
+    PARAMS = 10  # a digest of shapes, dtypes and placements
+    CLASSES = 11  # a digest of RankSettings
+    EVALUATION = 12  # number of the closure's evaluation, from 1
+    MAX_REPLAYS = 13  # of a closure
+    GRADIENTS = 14  # how many, if the step makes a collective for each; else 0
+    DROPS = 15  # 1 if an overflow skips the step
+    MAX_NORM = 16
+    NORM = 17  # the smallest norm= of all skip_when; the next three are smallest values, too
+    NORM_DEVIATIONS = 18
+    LOSS_LIMIT = 19
+    LOSS_DEVIATIONS = 20
+    CAUSES = 21  # a digest of the arguments of all skip_when
+    SCALE = 22
+    COUNT = 23
 
 
 NOT_GIVEN = -1.0
@@ -79,21 +84,18 @@ NOT_GIVEN = -1.0
 _NOT_ASKED = float("nan")
 
 
-def digest(value: object) -> int:
-    """A checksum of ``repr(value)``, small enough to be exact in float32."""
-    return zlib.crc32(repr(value).encode()) % 2**24
-
-
 def row_of(
     request: Request,
     call: ControlPoint,
     *,
     params: int = 0,
+    classes: int = 0,
     evaluation: int = 0,
+    max_replays: int = 0,
     present: bool = False,
     gradients: int = 0,
 ) -> RankRow:
-    """The row of this rank, without what is on a device: flags, squares, losses and scale."""
+    """The row of this rank, without what :func:`local_results` has."""
     limits, causes = (NOT_GIVEN,) * 4, 0
     if request.causes:
         causes_of_step = [cause for cause, _ in request.causes]
@@ -107,9 +109,15 @@ def row_of(
         float(present),
         0.0,
         float(any(loss is not None for _, loss in request.causes)),
+        0.0,
+        0.0,
+        0.0,
+        0.0,
         float(call),
         float(params),
+        float(classes),
         float(evaluation),
+        float(max_replays),
         float(gradients),
         float(request.drop),
         NOT_GIVEN if request.max_norm is None else float(request.max_norm),
@@ -125,9 +133,13 @@ def _smallest(limits: Iterable[float | None]) -> float:
 
 
 def local_results(
-    request: Request, partials: Partials, flag: Tensor | None, device: torch.device
+    request: Request,
+    partials: Partials,
+    flag: Tensor | None,
+    settings: RankSettings,
+    device: torch.device,
 ) -> dict[int, float | Tensor]:
-    """The columns that :func:`row_of` leaves out: overflow flag, squared norm, scale and loss.
+    """The columns that :func:`row_of` leaves out: what may change with every call.
 
     Does not synchronize.
 
@@ -135,6 +147,7 @@ def local_results(
         request: the request of this rank.
         partials: overflow flags and squared norms of this rank's gradients.
         flag: a further overflow flag, more than 0 for overflow.
+        settings: the settings of this rank.
         device: the device on which the step is decided, that of the tensors in the result.
     """
     flags = partials.flags
@@ -144,7 +157,13 @@ def local_results(
         overflow = flags.amax() if flags.numel() else 0.0
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
-    results: dict[int, float | Tensor] = {Column.OVERFLOW: overflow}
+    results: dict[int, float | Tensor] = {
+        Column.OVERFLOW: overflow,
+        Column.LEFT_OUT: settings.left_out(),
+        Column.OPTIONS: settings.options(),
+        Column.TENSORS: settings.tensors(device),
+        Column.COPIES: settings.gradients_of_copies(),
+    }
     if partials.squares is not None:
         results[Column.SQUARES] = partials.squares.sum()
     if request.scale is not None:
@@ -209,27 +228,36 @@ class Comparison:
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
-    def compare(self, rows: Tensor, row: RankRow, ranks: Sequence[int], *, at_once: bool) -> None:
+    def compare(
+        self,
+        rows: Tensor,
+        row: RankRow,
+        ranks: Sequence[int],
+        settings: RankSettings,
+        *,
+        at_once: bool,
+    ) -> None:
         """Compare ``rows`` with each other, now or in a later call.
 
         Args:
             rows: the all-reduced matrix, shape (ranks, columns).
             row: the row of this rank, for the kind of its request.
             ranks: the rank of each row.
+            settings: the settings of this rank, for messages.
             at_once: whether reading ``rows`` does not have to wait for a device.
 
         Raises:
             RuntimeError: ranks made different requests, in this call or in an earlier one.
         """
         if at_once:
-            _refuse(rows.tolist(), ranks, "nothing has been stepped")
+            _refuse(rows.tolist(), ranks, settings, "nothing has been stepped")
             return
         if captures(rows.device):
             return
         kind = _kind(row)
         if kind not in self._compared_kinds:
             self._compared_kinds.add(kind)
-            _refuse(rows.tolist(), ranks, "nothing has been stepped")
+            _refuse(rows.tolist(), ranks, settings, "nothing has been stepped")
             return
         waiting = self._waiting[rows.device, len(ranks)]
         waiting.append(rows)
@@ -239,7 +267,7 @@ class Comparison:
         while self._coming and self._coming[0].done():
             for earlier in self._coming.pop(0).tensor.tolist():
                 late = "this was found some steps later, and steps since then may have been wrong"
-                _refuse(earlier, ranks, late)
+                _refuse(earlier, ranks, settings, late)
 
 
 _EVERY = 8
@@ -252,10 +280,13 @@ def _kind(row: RankRow) -> RankRow:
     return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])
 
 
-def _refuse(rows: list[Any], ranks: Sequence[int], consequence: str) -> None:
+def _refuse(
+    rows: list[Any], ranks: Sequence[int], settings: RankSettings, consequence: str
+) -> None:
     """Raise ``RuntimeError`` if ``rows``, one of each rank, differ."""
     text = difference(rows, ranks)
     if text is not None:
+        text = text.replace(_OPTIONS_HERE, settings.options_as_text())
         raise RuntimeError(f"{text}; {consequence}")
 
 
@@ -266,8 +297,8 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
         rows: the rows of all ranks.
         ranks: the rank of each row.
     """
-    first = rows[0][Column.CALL :]
-    if all(row[Column.CALL :] == first for row in rows) and not _lacks_loss(rows):
+    first = rows[0][Column.LEFT_OUT :]
+    if all(row[Column.LEFT_OUT :] == first for row in rows) and not _lacks_loss(rows):
         return None
     calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
     for column, (text, to_text) in _COMPARED.items():
@@ -314,7 +345,14 @@ _SKIP_WHEN = (
     "skip_when({0}=...) differs between ranks ({{}}): call skip_when with the same arguments on "
     "all ranks of the process group, before the same step"
 )
+_OPTIONS_HERE = "<the options of this rank>"
 _COMPARED: dict[int, tuple[str, Any]] = {
+    Column.LEFT_OUT: (
+        "some ranks have left out a call: zero_grad() has cleared gradients that were passed to no "
+        "control point with a scale or max_norm ({}), so that calls of these ranks meet earlier "
+        "ones of the others. Make every call on all ranks of the process group",
+        "{:.0f} times".format,
+    ),
     Column.PARAMS: (
         "ranks have different parameters ({}), but all of them must have shards or copies of the "
         "same ones: make the optimizer of the same parameters, in the same order, on every rank, "
@@ -325,6 +363,32 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "ranks of one process group make different calls ({}): let all of them make the same "
         "calls, in the same order",
         lambda number: _CALLS[ControlPoint(int(number))],
+    ),
+    Column.CLASSES: (
+        "ranks of one process group step by optimizers of different classes or rules ({}): make "
+        "them of the same class on all ranks",
+        None,
+    ),
+    Column.OPTIONS: (
+        "options of the optimizer differ between ranks ({}), for parameters that all of them have; "
+        f"this rank has {_OPTIONS_HERE}: set the same ones on all ranks, and step schedulers "
+        "on all of them, with the same metric",
+        None,
+    ),
+    Column.TENSORS: (
+        "a learning rate, or another option that is a tensor, differs between ranks ({}), for "
+        "parameters that all of them have: give it the same value on all ranks",
+        None,
+    ),
+    Column.COPIES: (
+        "some ranks lack the gradient of a parameter of which others have a copy and its gradient "
+        "({}): give the gradient on all ranks that have a copy, zeros if need be, or on none; or "
+        "omit replicated=True in a param group whose parameters differ from rank to rank",
+        None,
+    ),
+    Column.MAX_REPLAYS: (
+        "max_replays differs between ranks ({}): pass the same number on all of them",
+        "{:.0f}".format,
     ),
     Column.EVALUATION: (
         "some ranks evaluate the closure more often than others ({}): let all of them evaluate it "

@@ -10,10 +10,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import params_of
+from ampopt._step.rank_settings import RankSettings
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import is_flattened_by_fsdp1
 from ampopt.loss_scale.arguments import check_bool
+from ampopt.options import DEFAULTS
 
 __all__ = [
     "REPLICATED",
@@ -43,6 +45,7 @@ def agreement(
     process_group: Any = None,
     *,
     step_has_collectives: bool = False,
+    optimizers: Sequence[Any] = (),
 ) -> Agreement | None:
     """The ranks that all-reduce overflow flags and norms of these parameters.
 
@@ -55,6 +58,7 @@ def agreement(
         param_groups: the param groups of one optimizer, or of several.
         process_group: the process group that the user named; ``None`` without one.
         step_has_collectives: see :class:`ampopt._step.all_reduce.Agreement`.
+        optimizers: the optimizers of these param groups, to compare their settings.
 
     Returns:
         ``None`` if no other rank has a part or a copy of these parameters.
@@ -66,7 +70,8 @@ def agreement(
         ValueError: ``process_group`` lacks this rank, or a rank of a parameter's mesh.
     """
     replicated = [check_replicated(group) for group in param_groups]
-    if process_group is not None:
+    is_told = process_group is not None
+    if is_told:
         check_process_group(process_group)
     elif is_fsdp1(param_groups):
         process_group = torch.distributed.group.WORLD
@@ -91,9 +96,40 @@ def agreement(
         _whole_parameters(params_of(param_groups)),
         groups_of(mesh) if process_group is None else [process_group],
         mesh,
+        _settings(optimizers, is_told=is_told),
         names_ranks=process_group is not None,
         step_has_collectives=step_has_collectives,
     )
+
+
+def _settings(optimizers: Sequence[Any], *, is_told: bool) -> RankSettings:
+    """What all ranks have to set alike.
+
+    Under a process group that the user named, ordinary tensors and ``DTensor``s may be of parts of
+    the model that only this rank has: a stage, or experts. So their options may differ.
+    """
+    shared, copies = [], []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            is_copy, params = check_replicated(group), group["params"]
+            if is_copy or (not is_told and any(map(_is_shard, params))):
+                keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
+                shared.append((group, keys))
+                copies += [p for p in params if is_copy or _is_replicated(p)]
+    return RankSettings(optimizers, shared, copies)
+
+
+def _is_shard(param: Any) -> bool:
+    """Whether other ranks have shards or copies of ``param``, as torch's engines make them."""
+    return is_dtensor(param) or is_flattened_by_fsdp1(param)
+
+
+def _is_replicated(param: Any) -> bool:
+    """Whether ``param`` is a ``DTensor`` of which another rank has a copy."""
+    if not is_dtensor(param):
+        return False
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
 
 
 class AgreementCache:
@@ -107,24 +143,28 @@ class AgreementCache:
         """
         self._step_has_collectives = step_has_collectives
         self._key: Any = None
-        # Kept alive, so that no new parameter gets the id of one in the key.
+        # Kept alive, so that no new parameter or param group gets the id of one in the key.
         self._params: list[Any] = []
         self._agreement: Agreement | None = None
 
-    def get(self, param_groups: Sequence[dict[str, Any]], process_group: Any) -> Agreement | None:
-        """See :func:`agreement`."""
+    def get(self, optimizer: Any, process_group: Any) -> Agreement | None:
+        """The :func:`agreement` of ``optimizer``."""
         if process_group is None and self._agreement is None and not _is_initialized():
             return None
+        param_groups = optimizer.param_groups
         params = list(params_of(param_groups))
-        members = [list(map(id, group["params"])) for group in param_groups]
+        members = [[id(group), *map(id, group["params"])] for group in param_groups]
         group_identity = group_key(param_groups, process_group), is_fsdp1(param_groups)
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
         key = members, placements(params), group_identity
         if key != self._key:
             self._agreement = agreement(
-                param_groups, process_group, step_has_collectives=self._step_has_collectives
+                param_groups,
+                process_group,
+                step_has_collectives=self._step_has_collectives,
+                optimizers=[optimizer],
             )
-            self._key, self._params = key, params
+            self._key, self._params = key, [*params, *param_groups]
         return self._agreement
 
 

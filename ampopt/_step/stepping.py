@@ -35,6 +35,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
+from ampopt._step.rank_settings import LeftOut
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
@@ -98,6 +99,7 @@ class StepStrategy(RefersToOptimizer, ABC):
             put on the instance, or a closure may be between the control point and our ``step``.
         watch: the :class:`ampopt.Watch` that records statistics of the gradients, or ``None``.
         causes: further conditions that skip a step, each an :class:`ampopt.skip_when`.
+        left_out: counts calls that this rank leaves out, to compare with other ranks.
         loss: the loss that the caller passed to the running control point, for ``causes``; else
             ``None``.
         is_stepping: True while a control point runs the step. Hooks that run meanwhile belong to a
@@ -137,6 +139,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.accumulation = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
         self.step_request: Request | None = None
+        self.left_out = LeftOut()
         self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
         self._reserved_names: set[str] = set()
         self._warned_without_gradients = False
@@ -367,7 +370,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def agreement(self) -> Agreement | None:
         """The ranks that all-reduce the overflow flag; ``None`` if this rank decides alone."""
-        return self._agreement.get(self.optimizer.param_groups, self.process_group)
+        return self._agreement.get(self.optimizer, self.process_group)
 
     def no_overflow(self) -> Tensor:
         """A new flag that is 0."""

@@ -101,7 +101,7 @@ def check_gradients(
     scale = record.scale
     request = request_for(scale) if times is None else Request(scale=scale.value * times)
     decision = check_and_unscale(
-        optimizer.param_groups, request, write=write, process_group=record.process_group
+        [optimizer], request, write=write, process_group=record.process_group
     )
     if decision is None:
         record.set_result(None, scale)

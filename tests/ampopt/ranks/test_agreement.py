@@ -83,6 +83,68 @@ def test_each_rank_raises_and_names_what_differs(two_ranks, what):
         assert text.endswith("nothing has been stepped")
 
 
+SETTINGS: dict[str, list[str]] = {
+    "lr": ["options of the optimizer differ", "this rank has lr=0.5, betas=", "same metric"],
+    "lr of a shard": ["options of the optimizer differ", "(rank 0 against rank 1)"],
+    "lr on the host": ["a learning rate, or another option that is a tensor, differs"],
+    "decay": ["options of the optimizer differ", "weight_decay=0.01"],
+    "bits": ["options of the optimizer differ", "state_bits=32"],
+    "class": ["different classes or rules (rank 0 against rank 1)"],
+    "gradient": ["lack the gradient of a parameter of which others have a copy"],
+    "gradient of a DTensor": ["lack the gradient of a parameter of which others have a copy"],
+    "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
+    "max_replays": ["max_replays differs between ranks (rank 0: 3; rank 1: 5)"],
+    "may differ": [],
+}
+
+
+def with_other_settings(what: str) -> str:
+    """The error on this rank, if the two ranks set ``what`` differently."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rank = torch.distributed.get_rank()
+    part = torch.ones(2)
+    if what.endswith(("shard", "DTensor")):
+        placement = Shard(0) if what.endswith("shard") else Replicate()
+        part = DTensor.from_local(part, mesh_of(2), [placement])
+    param, options = Parameter(part), {"lr": 0.5}
+    if what.startswith("lr") and rank:
+        options["lr"] = 0.25
+    if what == "lr on the host":
+        options["lr"] = torch.tensor(options["lr"])
+    group: Any = {"params": [("weight", param)], "replicated": not isinstance(part, DTensor)}
+    cls: Any = ampopt.Adagrad if what == "class" and rank else ampopt.AdamW
+    if what == "may differ":  # of parts that are not copies; and what the user keeps in a group
+        group |= {"replicated": False, "lr": 0.5 + rank, "kept by the user": rank}
+    optimizer = cls([group], **options)
+    if not isinstance(part, DTensor):
+        optimizer.process_group = torch.distributed.new_group()  # which has counted no calls
+    if what == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.01 + rank
+    if what == "bits":
+        optimizer.param_groups[0]["state_bits"] = 8 if rank else 32
+    if not (what.startswith("gradient") and rank):
+        param.grad = torch.ones_like(param)
+    try:
+        if what == "max_replays":
+            optimizer.unscale_and_step(lambda scale: 1.0, 2.0, max_replays=3 + 2 * rank)
+        for step in range(3):
+            if what != "call" or (step, rank) != (0, 1):
+                optimizer.unscale_and_step(grads_scaled_by=2.0)
+            optimizer.zero_grad()
+            param.grad = torch.ones_like(param)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_each_rank_raises_for_settings_that_have_to_be_alike(two_ranks, what):
+    first, second = two_ranks.run(with_other_settings, what, timeout=10)
+    assert all(part in first for part in SETTINGS[what]), first
+    assert bool(second) == bool(SETTINGS[what])
+
+
 def differing_later(what: str) -> tuple[int, str, int]:
     """How ranks that differ in one later step learn of it on a device.
 

@@ -1,0 +1,146 @@
+"""What has to be alike on all ranks besides the call: classes, options, gradients of copies.
+
+Numbers travel in the row of each rank (see ``rank_messages``). A rank describes its own options in
+words only after numbers have differed.
+"""
+
+import operator
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step.torch_private import pytree
+from ampopt.options import DEFAULTS
+from ampopt_kernels.devices import to_device
+from ampopt_kernels.tensors import widest
+
+__all__ = ["LeftOut", "RankSettings", "digest"]
+
+
+def digest(value: object) -> int:
+    """A checksum of ``repr(value)``, small enough to be exact in float32."""
+    return zlib.crc32(repr(value).encode()) % 2**24
+
+
+@dataclass
+class LeftOut:
+    """Counts the gradients of one optimizer that were cleared without a call that all ranks make.
+
+    All-reduces match in order, so after a call that one rank has left out, its next call meets the
+    call before on the other ranks. Nothing but this count tells.
+
+    Attributes:
+        count: how often ``zero_grad`` has cleared gradients that no all-reduce had decided on.
+        is_decided: whether there was an all-reduce since the last ``zero_grad``.
+    """
+
+    count: int = 0
+    is_decided: bool = False
+
+    def note_zero_grad(self, params: Iterable[Tensor]) -> None:
+        """Note that ``zero_grad`` is about to clear the gradients of ``params``."""
+        if not self.is_decided and any(param.grad is not None for param in params):
+            self.count += 1
+        self.is_decided = False
+
+
+class RankSettings:
+    """What has to be alike on all ranks.
+
+    Attributes:
+        classes: a digest of the names of the classes and rules of the optimizers.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        groups: Iterable[tuple[dict[str, Any], Iterable[str]]],
+        copies: Sequence[Tensor],
+    ) -> None:
+        """Note where the settings are.
+
+        Args:
+            optimizers: the optimizers that step together.
+            groups: the param groups whose parameters all ranks have, as shards or copies, each with
+                the names of the options of its optimizer. Other entries of a group, such as those
+                of schedulers, may differ.
+            copies: the parameters of which other ranks have copies.
+        """
+        # Not the optimizers, which hold this object.
+        ours = (getattr(optimizer, "_ampopt", None) for optimizer in optimizers)
+        self._left_out: list[LeftOut] = [strategy.left_out for strategy in ours if strategy]
+        self.classes = digest([_names(optimizer) for optimizer in optimizers])
+        self._places = [(group, key) for group, keys in groups for key in keys]
+        self._copies = copies
+        self._values: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._digest = 0
+
+    def left_out(self) -> int:
+        """The sum of :attr:`LeftOut.count`. Notes that there is an all-reduce now."""
+        for each in self._left_out:
+            each.is_decided = True
+        return sum(each.count for each in self._left_out) % 2**24
+
+    def options(self) -> int:
+        """A digest of the options, without the values of tensors."""
+        values = self._values_now()
+        if len(values) != len(self._values) or any(map(operator.is_not, values, self._values)):
+            leaves = pytree.tree_leaves(values)
+            self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._digest = digest(self._texts(values)) if values else 0
+            self._values = values
+        return self._digest
+
+    def tensors(self, device: torch.device) -> float | Tensor:
+        """A number on ``device`` for the values of options that are tensors, as learning rates are.
+
+        Call :meth:`options` first. Does not synchronize.
+        """
+        total: Any = 0.0
+        for number, tensor in enumerate(self._tensors, 1):
+            value = tensor.detach().sum()
+            value = value.item() if value.device.type == "cpu" else to_device(value, device)
+            total = total + number * value
+        return total.to(widest(device)) if isinstance(total, Tensor) else total
+
+    def gradients_of_copies(self) -> int:
+        """A digest of which copies have gradients; 0 without copies."""
+        if not self._copies:
+            return 0
+        return zlib.crc32(bytes(param.grad is not None for param in self._copies)) % 2**24
+
+    def options_as_text(self) -> str:
+        """The options of this rank, for a message."""
+        return ", ".join(dict.fromkeys(self._texts(self._values_now())))
+
+    def _values_now(self) -> list[Any]:
+        """The value of each option."""
+        return [group.get(key, DEFAULTS.get(key)) for group, key in self._places]
+
+    def _texts(self, values: Sequence[Any]) -> list[str]:
+        """Each option as text. Of objects other than numbers only the type: it may be no more."""
+        texts = []
+        for (_, key), value in zip(self._places, values, strict=True):
+            shown = pytree.tree_map(_comparable, value)
+            texts.append(f"{key}={shown!r}")
+        return texts
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+def _comparable(value: Any) -> Any:
+    """``value`` if its ``repr`` is the same in every process; else the name of its type."""
+    return value if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _names(optimizer: Any) -> tuple[str, ...]:
+    """The name of the class of ``optimizer``, and that of its rule."""
+    update: Any = getattr(getattr(optimizer, "rule", None), "update", None)
+    names = (getattr(update, name, "") for name in ("__module__", "__qualname__"))
+    return type(optimizer).__qualname__, *names
