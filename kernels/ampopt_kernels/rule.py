@@ -42,6 +42,18 @@ def keep_all(s, h, flags):
     return s, h
 
 
+@jit
+def no_terms(p, g, state, h, flags):
+    """The ``reduce`` of a rule that has ``averages`` and sums nothing up."""
+    return (g * 0,)
+
+
+@jit
+def keep_beside_sums(s, h, flags, sums):
+    """The ``scalars`` beside ``no_terms``: the author's ran before ``averages``."""
+    return s, h
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The update of an optimizer, written once as functions that every backend runs.
@@ -90,10 +102,12 @@ class Rule:
             ``randn``.
         hyper: names of param-group entries, each a number or one-element tensor, in the order of
             ``h``. A tuple entry, such as ``betas``, is flattened.
-        state: the tensors kept for each parameter, in the order of ``state``.
+        state: the tensors kept for each parameter. A function of the rule gets those that exist
+            under the flags, in this order: first the states of one value for each element; then, in
+            ``reduce`` and ``update``, what ``factors`` returned for those that have a ``shape``.
         flags: names of entries of the param group, or of ``entries``. A flag is the truth of its
             entry. Code under a flag that is false is not compiled, so a ``weight_decay`` of 0 can
-            cost nothing. A tensor counts as true.
+            cost nothing. A tensor counts as true; a string is an error.
         scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional: runs
             once per parameter and step, in float64, on the device. ``s`` are the scalar states
             (step counts and the like), ``h`` the hyperparameters. The returned ``h`` is what
@@ -107,9 +121,10 @@ class Rule:
             ``reduce`` needs, such as bias corrections. ``scalars`` gets the returned ``s`` and
             ``h``, and ``reduce`` the returned ``h``.
         averages: ``averages(p, g, state, h, flags) -> terms``, required if a state has a ``shape``,
-            together with ``factors`` and ``reduce``: a block for each such state, in their order.
-            The means of these blocks, over each row or column, are passed to ``factors``. ``state``
-            are the states of one value for each element, and ``h`` is that of ``reduce``.
+            together with ``factors``: a block for each such state, in their order. The means of
+            these blocks, over each row or column, are passed to ``factors``. ``state`` are the
+            states of one value for each element, and ``h`` is that of ``reduce``; in a rule without
+            ``reduce`` it is that of ``scalars(s, h, flags)``, as in ``update``.
         factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not
             marked ``jit``: gets the means and the states that have a ``shape``, and returns their
             new values, and a tensor of the same shape for each. ``reduce`` and ``update`` find
@@ -141,6 +156,17 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Check the declaration, so that the error is raised where the rule is written."""
+        if self.averages is not None and self.reduce is None and self.scalars64 is None:
+            # ``factors`` needs the numbers of ``scalars``, so that has to run first.
+            before = keep_all if self.scalars is keep else self.scalars
+            if hasattr(before, "fn") and _arguments(before) != 3:
+                raise TypeError(
+                    "Rule scalars must take (s, h, flags), as the rule has averages and no reduce, "
+                    f"but it takes {_arguments(before)} arguments"
+                )
+            object.__setattr__(self, "before_reduce", before)
+            object.__setattr__(self, "reduce", no_terms)
+            object.__setattr__(self, "scalars", keep_beside_sums)
         optional = ["reduce"] * self.reduces + ["averages"] * (self.averages is not None)
         for role in ("update", "scalars", "before_reduce", *optional):
             if not hasattr(getattr(self, role), "fn"):
@@ -205,19 +231,21 @@ class Rule:
     def _check_row_column_states(self) -> None:
         """Raise if ``averages``, ``factors`` and ``reduce`` do not go with the states."""
         shaped = [part.name for part in self.state if part.shape is not None]
-        needed = {"averages": self.averages, "factors": self.factors, "reduce": self.reduce}
+        needed = {"averages": self.averages, "factors": self.factors}
         missing = [role for role, function in needed.items() if function is None]
         if shaped and missing:
             raise TypeError(
                 f"Rule has states of rows and columns, {shaped}, but lacks {', '.join(missing)}: "
-                "such states need averages (the terms to average over rows and columns), factors "
-                "(which computes the new states from the averages) and reduce. See the Adafactor "
-                "rule in ampopt_kernels/rules/adafactor.py"
+                "such states need averages (the terms to average over rows and columns) and "
+                "factors (which computes the new states from the averages). See the Adafactor rule "
+                "in ampopt_kernels/rules/adafactor.py"
             )
         if not shaped and (self.averages is not None or self.factors is not None):
             raise TypeError(
                 "Rule averages and factors are for states of rows and columns, and the rule has "
-                'none: declare some, as in state=(State("row_var", shape="rows"),), or remove both'
+                'none: declare one for each term of averages, as in state=(State("row_mean", '
+                'shape="rows"),). To keep nothing from step to step, return the means themselves '
+                "as the new states: they have one number for each row or column"
             )
 
     @functools.cached_property
@@ -250,11 +278,20 @@ class Rule:
         Args:
             group: the param group.
             kind: passed to :attr:`entries`; ``None`` to read ``group`` alone.
+
+        Raises:
+            TypeError: a flag is a string.
         """
         entries = group if kind is None else self.entries_for(group, kind)
         flags: list[bool] = []
         try:
-            for value in map(entries.__getitem__, self.flags):
+            for name in self.flags:
+                value = entries[name]
+                if isinstance(value, str):  # "no" is true in Python
+                    raise TypeError(
+                        f"flag {name!r} is the string {value!r}, whatever it says: pass True or "
+                        "False"
+                    )
                 flags.append(isinstance(value, Tensor) or bool(value))
         except KeyError as error:
             raise _lacking(group, error) from None

@@ -1,10 +1,11 @@
 """Advice for authors: what to write in a rule in place of code that some backend cannot run."""
 
+import ast
 import re
 
 from ampopt_kernels import torch_language
 
-__all__ = ["advice"]
+__all__ = ["advice", "instead_of_write"]
 
 _OTHER_NAMES = {
     "absolute": "abs",
@@ -70,6 +71,10 @@ _BY_PATTERN = {
     r"tuple indices must": (
         "Read h, state and flags by position, as h[0], in the order of Rule(hyper=, state=, flags=)"
     ),
+    r"does not support item assignment": (
+        "Compute a new value, as average = state[0] + g, and return it in a new tuple"
+    ),
+    r"\.\w*[a-z]_\(": "Compute a new value, as p - lr * g, and return it",
     r"two bool tensors": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
     r"Cannot access global variable": (
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
@@ -110,6 +115,21 @@ def advice(message: str, code: str) -> str | None:
     if re.search("Unsupported function referenced|real number|is not defined", message) or calls:
         return "Call functions of tl and of ampopt_kernels, and your own marked with jit"
     return None
+
+
+def instead_of_write(code: str) -> str:
+    """The advice for ``code``, a statement that writes to a value in place."""
+    try:
+        (statement,) = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        statement = None
+    if isinstance(statement, ast.AugAssign):
+        value = ast.BinOp(statement.target, statement.op, statement.value)
+        written = ast.fix_missing_locations(ast.Assign([ast.Name("x")], value))
+        target = ast.unparse(statement.target)
+        name = target if target.isidentifier() else "new"
+        return f"Write `{name} = {ast.unparse(written).removeprefix('x = ')}`"
+    return "Compute a new value; to change some elements only, by tl.where(condition, a, b)"
 
 
 def _instead_of(name: str) -> str | None:

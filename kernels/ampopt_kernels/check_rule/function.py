@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.check_rule.advice import advice
-from ampopt_kernels.check_rule.source import defined_at, raised_at
+from ampopt_kernels.check_rule.advice import advice, instead_of_write
+from ampopt_kernels.check_rule.source import defined_at, raised_at, written_at
 
 __all__ = ["Broken", "Function"]
 
@@ -73,9 +73,12 @@ class Function:
                 f"{self._place_of(error)}the rule is not elementwise: {message}. {instead}"
             ) from error
         if not all(map(torch.equal, tensors, before)):
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old)
+            place, code = written_at(lambda: function(*arguments), tensors)
             raise ValueError(
-                f"{self.title} changes in place one of its arguments, as `x += y` does on the CPU: "
-                "write `x = x + y`"
+                f"{self.name} of {self.owner}'s rule: {place}changes in place one of the "
+                f"function's arguments, on the CPU. {instead_of_write(code)}"
             )
         return result
 
@@ -95,6 +98,12 @@ class Function:
         for name, value in together.items():
             each = [one[name] for one in apart]
             for result, of in ((value, block), *zip(each, block.split(1), strict=True)):
+                if isinstance(result, (int, float)):
+                    raise ValueError(
+                        f"{self.title} returned the number {result} as {name!r}: a rule is "
+                        "elementwise, and returns a block for each. A block that has this number "
+                        f"for each element is p * 0 + {result}"
+                    )
                 if not isinstance(result, Tensor) or result.shape != of.shape:
                     is_tensor = isinstance(result, Tensor)
                     shape = tuple(result.shape) if is_tensor else type(result).__name__

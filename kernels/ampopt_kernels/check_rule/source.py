@@ -2,16 +2,19 @@
 
 import ast
 import inspect
+import linecache
+import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["FunctionSource", "authored", "defined_at", "raised_at"]
+__all__ = ["FunctionSource", "authored", "defined_at", "raised_at", "written_at"]
 
 _NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 """Folders of this package and of torch."""
@@ -107,6 +110,36 @@ def raised_at(error: BaseException) -> tuple[str, str]:
             code = frame.line or ""
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: `{code}`: ", code
     return "", ""
+
+
+def written_at(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[str, str]:
+    """The line of an author that writes to one of ``tensors`` while ``call`` runs.
+
+    Returns:
+        As :func:`raised_at`.
+    """
+    before = [tensor.clone() for tensor in tensors]
+    last, found = ("", ""), []
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal last
+        code = frame.f_code
+        if code.co_filename.startswith(_NOT_AUTHORED):
+            return None
+        if not found and not all(map(torch.equal, tensors, before)):
+            found.append(last)
+        if event == "line":
+            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            last = f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}: `{line}` ", line
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(outer)
+    return found[0] if found else last
 
 
 def _position(node: Any) -> tuple[int | None, ...]:

@@ -12,6 +12,7 @@ import ampopt
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.rule import keep_all
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 SHAPES = [(3, 4), (5,), (2, 3, 2), (70, 61), (0, 3), (4, 1), (1, 7), ()]
@@ -265,12 +266,74 @@ def test_vectors_and_complex_matrices_are_refused():
     assert not optimizer.state and p.eq(1).all()
 
 
+@jit
+def _squares(p, g, state, h, flags):
+    return (g * g,)
+
+
+def _as_they_are(means: Any, state: Any, h: Any, flags: Any) -> Any:
+    return means, (means[0].rsqrt() * h[0],)
+
+
+@jit
+def _falling(s, h, flags):
+    return (s[0] + 1,), (h[0] / (s[0] + 1),)
+
+
+@jit
+def _by_row(p, g, state, h, flags):
+    return p - g * state[0], ()
+
+
+class ByRow(ampopt.ElementwiseOptimizer):
+    """Divides each row of the gradient by its length; sums nothing up."""
+
+    rule = Rule(
+        update=_by_row,
+        averages=_squares,
+        factors=_as_they_are,
+        scalars=_falling,
+        hyper=("lr",),
+        state=(State("row_mean", shape="rows"),),
+        scalar_state=(State("step"),),
+    )
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rule_with_averages_needs_no_reduce(backend):
+    ampopt.set_backend(backend)
+    p = Parameter(torch.linspace(-3, 1, 12).reshape(3, 4))
+    expected, optimizer = p.detach().double(), ByRow([p])
+    for i, bad in enumerate((1.0, float("inf"), 1.0)):
+        p.grad = gradient(p, i).float() * bad
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        if bad == 1.0:
+            g = gradient(p, i).float().double()
+            mean = (g * g).mean(-1, keepdim=True)
+            expected -= 0.5 / (1 if i == 0 else 2) * g / mean.sqrt()
+            torch.testing.assert_close(optimizer.state[p]["row_mean"].double(), mean)
+    torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-6)
+    assert optimizer.state[p]["step"] == 2
+
+
+@jit
+def _two_arguments(s, h):
+    return s, h
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"averages": None}, "lacks averages"),
         ({"factors": None}, "lacks factors"),
-        ({"state": (State("average"),)}, "are for states of rows and columns"),
+        ({"state": (State("average"),)}, "return the means themselves as the new states"),
+        (
+            {"reduce": None, "before_reduce": keep_all, "scalars": _two_arguments},
+            r"scalars must take \(s, h, flags\), as the rule has averages",
+        ),
         ({"averages": lambda p, g, state, h, flags: (g,)}, "averages must be a function marked"),
     ],
 )

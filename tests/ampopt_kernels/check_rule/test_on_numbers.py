@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ def squares_of_a_decayed_state(p, g, state, h, flags):
 
 
 @jit
+def zeroes_an_element(p, g, state, h, flags):
+    g[0] = 0.0
+    return p - h[0] * g, state
+
+
+@jit
 def counts_in_place(s, h):
     (count,) = s
     count += 1
@@ -80,18 +87,76 @@ def keeps_sums(s, h, flags, sums):
 
 
 @pytest.mark.parametrize(
-    ("role", "rule"),
+    ("role", "function", "line", "rule", "instead"),
     [
-        ("update", {"update": adds_to_the_gradient}),
-        ("update", {"update": decays_the_state}),
-        ("reduce", {"reduce": squares_of_a_decayed_state, "scalars": keeps_sums}),
-        ("scalars", {"scalars": counts_in_place, "scalar_state": COUNT}),
+        ("update", adds_to_the_gradient, 2, {}, "Write `g = g + h[1] * p`"),
+        ("update", decays_the_state, 3, {}, "Write `average = average * h[1]`"),
+        (
+            "reduce",
+            squares_of_a_decayed_state,
+            3,
+            {"scalars": keeps_sums},
+            "Write `average = average * 0.5`",
+        ),
+        ("scalars", counts_in_place, 3, {"scalar_state": COUNT}, "Write `count = count + 1`"),
+        ("update", zeroes_an_element, 2, {}, "by tl.where(condition, a, b)"),
     ],
 )
-def test_what_is_changed_in_place_is_refused(role, rule):
+def test_what_is_changed_in_place_is_refused_with_its_line(role, function, line, rule, instead):
     """On torch tensors, the code would change the caller's gradient, or a state too early."""
-    whole_rule = Rule(**{"update": one_state, "hyper": HYPER, "state": STATE, **rule})
-    assert_refused(whole_rule, ValueError, f"{role} of", "changes in place", "`x = x + y`")
+    rule = {"update": one_state, "hyper": HYPER, "state": STATE, role: function, **rule}
+    message = (f"{role} of", place_of(function, line), "changes in place", instead)
+    assert_refused(Rule(**rule), ValueError, *message)
+
+
+@jit
+def writes_to_the_tuple(p, g, state, h, flags):
+    state[0] += g
+    return p - h[0] * state[0], state
+
+
+@jit
+def writes_by_a_method(p, g, state, h, flags):
+    p.sub_(h[0] * g)
+    return p, state
+
+
+@pytest.mark.parametrize("update", [writes_to_the_tuple, writes_by_a_method])
+def test_other_writes_are_refused_with_their_line(update):
+    rule = Rule(update=update, hyper=HYPER, state=STATE)
+    assert_refused(rule, ValueError, place_of(update, 2), "Compute a new value", "return it")
+
+
+@jit
+def counts_by_a_number(p, g, state, h, flags):
+    return g * g, 1.0
+
+
+def test_a_number_as_a_term_is_refused_with_the_block_to_write():
+    rule = Rule(update=one_state, hyper=HYPER, state=STATE, reduce=counts_by_a_number,
+                scalars=keeps_sums)  # fmt: skip
+    assert_refused(rule, ValueError, "the number 1.0 as 'term 1'", "is p * 0 + 1.0")
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer_of(replace(rule, reduce=counts_with_blocks))([param]).step()
+    assert param.eq(0.5).all()
+
+
+@jit
+def counts_with_blocks(p, g, state, h, flags):
+    return g * g, p * 0 + 1.0
+
+
+@pytest.mark.parametrize("value", ["no", "yes", ""])
+def test_a_string_as_a_flag_is_refused(value):
+    cls = optimizer_of(Rule(update=one_state, hyper=HYPER, state=STATE, flags=("extra",)))
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = cls([param])
+    optimizer.param_groups[0]["extra"] = value
+    with pytest.raises(TypeError, match=f"flag 'extra' is the string {value!r}"):
+        optimizer.step()
+    assert not optimizer.state and param.eq(1).all()
 
 
 @jit
