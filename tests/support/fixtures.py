@@ -17,11 +17,12 @@ from support.preloaded import Preloaded
 from support.requirements import skip_unless_it_runs
 
 # Times vary with the machine, so no example has a deadline. By default every run draws the same
-# examples, so that a new failure comes from a change; "long" searches for new failures.
+# examples, so that a new failure comes from a change; "long" and "minute" search for new failures.
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=12, derandomize=True, print_blob=True
 )
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.register_profile("minute", deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
 quick_interpreter.make_it_quick()

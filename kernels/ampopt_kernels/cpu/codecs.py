@@ -209,14 +209,15 @@ class CodedStates:
         if codec.has_scales:
             x = program.new(torch.float32, f"{x.name} * reciprocal", True)
         code = torch_language.bind(codec.encode, LANGUAGE)(x, bits.uniform(i - 2, program))
-        store = "as_bfloat16({})" if codec is BFLOAT16 else CODES[codec.dtype].store
-        value = whole(code) or store.format(cast(code, torch.float32))
-        program.each.append(f"int32_t code = {value};")
+        # A float is clamped before it becomes an integer: of others, such as inf, C++ makes any.
+        program.each.append(f"auto code = {whole(code) or cast(code, torch.float32)};")
         if (range_ := limits(codec)) is not None:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")
             program.each.append(f"code = code < {high} ? code : {high};")
-        program.each.append(f"t{i}[block + j] = ({CODES[codec.dtype].c_type})code;")
+        store = "as_bfloat16({})" if codec is BFLOAT16 else CODES[codec.dtype].store
+        c_type = CODES[codec.dtype].c_type
+        program.each.append(f"t{i}[block + j] = ({c_type}){store.format('code')};")
         yield f"for (int32_t first = 0; first < size; first += {size}) {{"
         yield f"const float reciprocal = r{i}[first / {size}];" * codec.has_scales
         end = f"first + {size}"  # compilers make faster loops of it than of the lesser of two
