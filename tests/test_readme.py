@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import runpy
 import warnings
 from pathlib import Path
 
@@ -17,8 +18,11 @@ INTO_THE_REPOSITORY = re.compile(r"\]\(https://[^)]+/ampopt/ampopt/(?:blob/)?mai
 """A link to a file of the repository by its address, as pyproject.toml has it."""
 
 PRINTED = {
-    "The swap": [],
-    "An optimizer of your own": ["[0.9999, 1.0001, 1.0000]"],
+    "A loop": [],
+    "Your own": [],
+    "Tutorial: a float16 model in ten minutes": ["True", "accuracy above 0.9: True"],
+    "Why losses are scaled": ["0.0 True"],
+    "The states of an optimizer": ["tensor([0.9553, 0.9106])"],
     "Lion, one formula": ["[0.7500, 1.2500, 1.0000]"],
     "Less memory": ["32 bits: 8.00 bytes", "16 bits: 4.00 bytes", "8 bits: 2.06 bytes"],
     "Master weights in 24 bits": ["32 bits: 10.06 bytes", "24 bits: 7.06 bytes"],
@@ -54,7 +58,8 @@ PRINTED = {
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "Keeping a scaler": ["True", "False True"],
-    "Several optimizers, and micro-batches": ["2048.0 [0.0001]"],
+    "Several optimizers": ["True 32768.0", "False 32768.0"],
+    "From another system": ["4096.0"],
     "From torch.amp": ["True True"],
     "From apex": ["65536.0"],
     "From Paddle Fleet": ["32768.0 torch.float32"],
@@ -109,8 +114,8 @@ PRINTED = {
 """What the block under each heading prints, and says that it prints."""
 
 ON_RANKS = {
+    "The script": 2,
     "DDP": 2,
-    "FSDP2": 2,
     "FSDP2 with offloaded parameters": 2,
     "An average of a sharded model": 2,
     "Tensor parallelism": 2,
@@ -120,7 +125,7 @@ ON_RANKS = {
     "Pipelines": 2,
     "Groups of your own": 2,
     "GradScaler on many ranks": 2,
-    "Gradient accumulation on many ranks": 2,
+    "Micro-batches on many ranks": 2,
     "Watch on many ranks": 2,
     "`skip_when` on many ranks": 2,
     "Checkpoints on many ranks": 2,
@@ -129,9 +134,6 @@ ON_RANKS = {
     "torchtitan's loop": 2,
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
-
-NOTHING_SKIPPED = {"DDP"}
-"""Those of them that skip no step."""
 
 IN_FRAMEWORKS = {
     "With Lightning",
@@ -169,21 +171,13 @@ def printed_on_a_rank(heading, folder):
 @pytest.mark.parametrize("heading", ON_RANKS)
 def test_block_of_each_rank(heading, tmp_path, two_ranks, four_ranks):
     pool = two_ranks if ON_RANKS[heading] == 2 else four_ranks
-    scale = "65536.0" if heading in NOTHING_SKIPPED else "32768.0"
-    assert pool.run(printed_on_a_rank, heading, str(tmp_path)) == [f"{scale}\n"] * pool.n
-    assert f"# {scale}" in blocks()[heading]
+    assert pool.run(printed_on_a_rank, heading, str(tmp_path)) == ["32768.0\n"] * pool.n
 
 
-def test_figures_are_those_of_the_results():
-    results = (ROOT / "kernels" / "RESULTS.md").read_text(encoding="utf-8")
-    table = README.read_text(encoding="utf-8").split("<!-- figures -->")[1].split("\n\n")[0]
-    _, _, *rows = table.strip().splitlines()
-    for row in rows:
-        what, _, figures = row.removeprefix("| ").partition(" | ")
-        optimizer, workload = what.split(", ")[:2]
-        section = results.split(f"### {workload}\n")[1].split("\n#")[0]
-        lines = [line for line in section.splitlines() if line.startswith(f"| {optimizer} |")]
-        assert any(f"| {figures}" in line for line in lines), row
+def test_the_picture_has_the_figures_of_the_results():
+    """Else run examples/site/draw_figures.py again."""
+    drawn = runpy.run_path(str(ROOT / "examples" / "site" / "draw_figures.py"))
+    assert str(drawn["figures"]()).encode() in drawn["PICTURE"].read_bytes()
 
 
 def test_the_table_of_schedules_is_that_of_the_docstring():
@@ -235,10 +229,11 @@ def anchor_of(heading):
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
-def test_a_guide_is_found_from_readme_and_index_and_says_for_whom_it_is(guide):
-    """The index has each guide's title and its first sentence, word for word."""
-    assert f"](examples/guides/{guide.name})" in README.read_text(encoding="utf-8")
-    title, who, _ = guide.read_text(encoding="utf-8").split("\n\n", 2)
-    assert who.startswith("For ")
-    entry = f"- [{title.removeprefix('# ')}]({guide.name}). {who}"
-    assert " ".join(entry.split()) in " ".join(INDEX.read_text(encoding="utf-8").split())
+def test_a_guide_is_found_from_the_index(guide):
+    """By its title."""
+    title = guide.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    assert f"[{title}]({guide.name})" in INDEX.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150

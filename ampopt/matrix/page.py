@@ -14,8 +14,6 @@ __all__ = ["optimizers", "page", "verdict"]
 _ABOUT = """\
 # What works with what
 
-For those who ask whether an optimizer does what they need.
-
 `python -m ampopt.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
 was run: a model of one 4 by 4 weight (96 by 96 for small states) trains on the CPU, with an
 overflow in between, and the result is checked. The tests run every cell again. ✔ means that it

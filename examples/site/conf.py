@@ -25,10 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 include_patterns = [
-    "index.md",
-    "scripts.md",
-    "changelog.md",
-    "results.md",
+    "*.md",
     "guides/**",
     "reference/**",
 ]
@@ -51,7 +48,9 @@ html_css_files = ["site.css"]
 html_theme_options = {
     "logo": {"text": html_title},
     "icon_links": [{"name": "GitHub", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
-    "show_toc_level": 2,
+    "header_links_before_dropdown": 6,
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
     "navigation_with_keys": False,
 }
 
@@ -97,9 +96,7 @@ def _write_llms_txt(app: Any, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     lines = [f"# ampopt {release}", "", "> PyTorch optimizers with loss scaling built in.", ""]
-    for part in ("index", *app.env.toctree_includes["index"]):
-        if part not in app.env.found_docs:
-            continue
+    for part in app.env.collect_relations():
         text = Path(app.env.doc2path(part)).read_text(encoding="utf-8")
         first = next((p for p in text.split("\n\n")[1:] if p[0].isalpha()), "")
         sentence = " ".join(first.split()).partition(". ")[0].rstrip(".")

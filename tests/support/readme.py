@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GUIDES", "INDEX", "PAGES", "README", "ROOT", "blocks", "headings", "run"]
+__all__ = ["GUIDES", "INDEX", "PAGES", "README", "ROOT", "blocks", "changed", "headings", "run"]
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -27,16 +27,38 @@ def headings(page: Path) -> list[str]:
 
 
 def blocks() -> dict[str, str]:
-    """The Python blocks of README.md and the guides, by the heading above each."""
+    """The Python blocks of README.md and the guides, by the heading above each.
+
+    The blocks of the tutorial are one script, under its title. Where a page has a block under the
+    heading "The script", its differences are applied to that.
+    """
     codes: dict[str, str] = {}
     for page in (README, *GUIDES):
         heading = ""
         for part in _parts(page):
             heading = part["heading"] or heading
-            if part["language"] == "python":
-                assert heading not in codes, f"two blocks, and only one name for them: {heading}"
-                codes[heading] = part["code"]
+            code = part["code"]
+            if part["language"] == "diff" and "The script" in headings(page):
+                code = changed(codes["The script"], code)
+            elif part["language"] != "python":
+                continue
+            if page.stem == "tutorial":
+                heading = headings(page)[0]
+                code = codes.pop(heading, "") + code
+            assert heading not in codes, f"two blocks, and only one name for them: {heading}"
+            codes[heading] = code
     return codes
+
+
+def changed(script: str, difference: str) -> str:
+    """``script`` with a ``difference`` applied, whose parts are separated by lines of " ..."."""
+    for part in difference.split("\n ...\n"):
+        lines = part.strip("\n").splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+        assert f"\n{script}".count(f"\n{old}") == 1, f"the script must have this once:\n{old}"
+        script = f"\n{script}".replace(f"\n{old}", f"\n{new}")[1:]
+    return script
 
 
 def run(heading: str, folder: Path) -> dict[str, Any]:
