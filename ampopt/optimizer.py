@@ -200,12 +200,19 @@ class Optimizer(torch.optim.Optimizer):
             **kwargs: the keyword arguments of the base classes.
 
         Raises:
-            TypeError: ``process_group`` is neither ``None`` nor a
-                ``torch.distributed.ProcessGroup``.
+            TypeError: no base class has a keyword argument of that name; or ``process_group`` is
+                neither ``None`` nor a ``torch.distributed.ProcessGroup``.
             ValueError: ``process_group`` does not contain this rank.
         """
         ranks.check_process_group(process_group)
-        super().__init__(*args, **kwargs)
+        base: Any = super().__init__
+        if getattr(base, "__func__", None) is torch.optim.Optimizer.__init__:
+            # torch's message would name torch's class, which the user has not called.
+            for name in kwargs.keys() - {"params", "defaults"}:
+                raise TypeError(
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}"
+                )
+        base(*args, **kwargs)
         if process_group is not None:
             self.process_group = process_group
 
@@ -556,11 +563,17 @@ class Optimizer(torch.optim.Optimizer):
             NonFiniteGradientError: see :meth:`unscale_and_step`.
             RuntimeError: there is no closure and no unscale is pending, or there is a closure and
                 one is.
-            TypeError: the arguments do not go together; the closure does not take the scale, or
-                returns something else than three values.
+            TypeError: the arguments do not go together; ``closure`` is the ``found_inf`` that
+                :meth:`unscale` returned, does not take the scale, or returns something else than
+                three values.
         """
         if closure is None:
             return _step_pending(self, current_grad_scale)
+        if current_grad_scale is _REQUIRED and not callable(closure):
+            raise TypeError(
+                f"step_after_unscale takes a closure, got a {type(closure).__name__}: unscale has "
+                "kept flag and scale, so call step_after_unscale() without an argument"
+            )
         ours = self._ampopt
         ours.refuse_unfinished("step_after_unscale(closure)")
         if current_grad_scale is _REQUIRED:

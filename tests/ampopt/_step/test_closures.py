@@ -567,6 +567,19 @@ def test_step_after_unscale_with_a_closure_needs_the_scale(cls):
     )
 
 
+@pytest.mark.parametrize("given", ["found_inf", "scale"])
+def test_step_after_unscale_says_that_a_result_of_unscale_is_no_closure(given):
+    training = Training(ampopt.SGD)
+    scale = ampopt.DynamicLossScale(init_scale=2.0)
+    training.closure(scale)
+    unscaled = training.optimizer.unscale(scale)
+    before = everything(training.optimizer)
+    with pytest.raises(TypeError, match=r"takes a closure, got a .*call step_after_unscale\(\) with"):
+        training.optimizer.step_after_unscale(getattr(unscaled, given))
+    assert everything(training.optimizer) == before
+    training.optimizer.step_after_unscale()
+
+
 def test_step_after_unscale_without_a_closure_takes_no_scale():
     training = Training(ampopt.SGD)
     training.closure(2.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
+from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Unpack
@@ -46,7 +46,7 @@ def test_a_parameter_without_elements_has_the_same_state_on_every_backend(cls):
 
 
 LATER = {ampopt.LBFGS: ("maximize",)}
-"""Arguments that torch has only since 2.15."""
+"""Arguments that torch has only since 2.14.1."""
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)
@@ -70,6 +70,18 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
             super().__init__(params)
 
     assert list(inspect.signature(Author).parameters) == ["params", "number"]
+
+
+class OfAnAuthor(ampopt.Optimizer):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {}, **options)
+
+
+@pytest.mark.parametrize("cls", [*BUILT_IN, *BEYOND_TORCH, OfAnAuthor])
+def test_an_unknown_argument_is_refused_in_the_name_of_the_class(cls):
+    name = f"{cls.__name__}.__init__() got an unexpected keyword argument 'unknown'"
+    with pytest.raises(TypeError, match=re.escape(name)):
+        cls([Parameter(torch.ones(2, 2))], unknown=1)
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)
