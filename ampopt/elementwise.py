@@ -249,14 +249,17 @@ class ElementwiseOptimizer(Optimizer):
         try:
             self.check_step()
             loss = call_closure(closure)
-            earlier = None if ours.pending is None else ours.pending.decision
-            request = ours.step_request or Request(check=False, earlier_decision=earlier)
+            pending = ours.pending
+            request = ours.step_request or (pending and pending.request)
         finally:
             ours.step_request = (
                 None  # the request is for this step alone, even if the closure raised
             )
         if handoff is not None:
             request = handoff.request
+        if request is None:
+            ours.warn_of_untold_scale()
+            request = Request(check=False)
         decision = ours.runner.step(ours.with_watch_and_causes(request))
         ours.note_norm(request, decision)
         if handoff is not None:

@@ -13,9 +13,9 @@ from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
-from ampopt._step.stepping import Pending
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_for
+from ampopt.loss_scale.scalings import note_told
 from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.decision import Request
@@ -62,16 +62,25 @@ class Optimizer(torch.optim.Optimizer):
         call                   before    after     effect
         unscale(S)             idle      pending   p.grad is divided by S
         step_after_unscale()   pending   idle      steps, or skips if unscale found an overflow
-        step()                 pending   idle      steps even if unscale found an overflow
+        step()                 pending   idle      the same
         step()                 idle      idle      torch's step: nothing is unscaled or checked
-        unscale_and_step(S)    idle      idle      steps or skips; p.grad is unspecified afterwards
+        unscale_and_step(S)    idle      idle      steps or skips; p.grad may stay scaled
         accumulate(S)          idle      idle      p.grad / S is added to sums, and p.grad cleared
         zero_grad()            any       idle      discards the sums and the result of unscale
 
+    To apply gradients that were repaired after an overflow, unscale with a scale that has
+    ``drop_overflow_update=False``. A ``step()`` after ``accumulate`` skips if an accumulated
+    gradient overflowed.
+
+    An unscale also ends, without a step, when all its gradients have been cleared, as
+    ``model.zero_grad()`` does, or when another control point finds that other gradients have
+    replaced all of them, as a backward pass after ``model.zero_grad()`` does. It does not end when
+    gradients are set to zero in place (``set_to_none=False``), which could be an edit.
+
     Other calls raise a ``RuntimeError`` that names the call to make first: while pending
-    ``unscale``, ``unscale_and_step`` and ``accumulate``, while idle ``step_after_unscale()``, and
-    while pending or after ``accumulate`` also ``state_dict``, ``load_state_dict``, copying and
-    pickling.
+    ``unscale``, ``unscale_and_step`` and ``accumulate``, and ``step(closure)`` of an ordinary step;
+    while idle ``step_after_unscale()``; and while pending or after ``accumulate`` also
+    ``state_dict``, ``load_state_dict``, copying and pickling.
 
     **A skipped step** leaves parameters, optimizer state and random-number generators bitwise
     unchanged. Step hooks run nevertheless. What the forward pass wrote is not restored: after a
@@ -99,7 +108,8 @@ class Optimizer(torch.optim.Optimizer):
         unscale_and_step          never      never                as skip_by says
         step_after_unscale        never      never                as skip_by says
         either with a closure     never      each evaluation      each evaluation
-        step                      never      never                where its code does
+        step                      never      never                where its code does, and
+                                                                  after unscale as skip_by says
 
     An optimizer steps by a rule if it is an ``ElementwiseOptimizer`` whose subclass does not
     override ``step()``, and its gradients are dense. ``found_inf`` and ``scale`` stay on the
@@ -107,8 +117,8 @@ class Optimizer(torch.optim.Optimizer):
 
     **Mistakes that are not detected**, because a gradient does not show its scale:
 
-    - stepping with another scale than the loss was multiplied by, as with a plain ``step()`` or
-      with ``grads_scaled_by=None`` after ``scale_outputs``: the update is too large or too small;
+    - stepping with another scale than the loss was multiplied by: the update is too large or too
+      small. Stepping without a scale after :func:`ampopt.scale_outputs` warns, once;
     - stepping twice after one backward pass: the same gradients are applied again, and where the
       first call unscaled them in place, they are divided by the scale twice.
 
@@ -213,6 +223,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}"
                 )
         base(*args, **kwargs)
+        _ = self._ampopt  # made now: losses that were scaled before do not concern its steps
         if process_group is not None:
             self.process_group = process_group
 
@@ -232,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @overridable_property
     def pending(self) -> Unscaled | None:
-        """The result of the last :meth:`unscale`; ``None`` once a step has followed."""
+        """The result of the last :meth:`unscale`; ``None`` once a step or the end has followed."""
         pending = self._ampopt.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.next_scale)
 
@@ -248,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         Its value depends on where it is read::
 
             in step(), with skip_by = "step"       the flag of the control point, float32 and 0-d;
-                                                   None in a plain step()
+                                                   None in a step() without one
             in a step post-hook                    more than 0 if the step was skipped; 0 or None
                                                    if it was not
             in an overridden step_after_unscale    the flag that unscale returned
@@ -296,6 +307,8 @@ class Optimizer(torch.optim.Optimizer):
         ours.left_out.note_zero_grad(gradients.params_of(self.param_groups))
         ours.pending = None
         ours.accumulation.discard()
+        if ours.has_untold_gradients():
+            note_told()
         super().zero_grad(*args, **kwargs)
         ours.masters.read_early = None
         ours.masters.drop_gradients()
@@ -360,8 +373,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Call it after each micro-batch but the last. The *accumulation cycle* ends with the next
         control point that steps, or with a plain :meth:`step`: that call adds the gradients in
-        ``p.grad``, unscaled by the scale that it is passed, and steps with the sums. Does not
-        synchronize.
+        ``p.grad``, unscaled by the scale that it is passed, and steps with the sums, or skips after
+        an overflow. Does not synchronize.
 
         Use it for losses with different scales, for micro-batches whose half-precision sum would be
         too inexact, and to drop a micro-batch that overflowed. Otherwise let ``backward()`` add up
@@ -386,7 +399,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from. One ``LossScale``
                 may be passed to all calls of a cycle. With ``None`` the returned ``found_inf`` is
-                0; inf and NaN are still found at the step, if that has a scale.
+                0; inf and NaN are still found at the step, if that or another call has a scale.
             drop: what an overflow discards. ``"window"``: the whole cycle, whose step is skipped.
                 ``"micro_batch"``: the gradients of this call; the sum of the others is multiplied
                 by the number of calls, and divided by the number kept; calls in which no rank has a
@@ -454,22 +467,8 @@ class Optimizer(torch.optim.Optimizer):
         ours = self._ampopt
         ours.refuse_pending("unscale")
         ours.check_step()
-        scale = ours.scale(grads_scaled_by)
-        decision = None
-        if ours.accumulation.cycle is not None:
-            decision = ours.end_cycle(ours.with_watch_and_causes(request_for(scale)))
-            ours.fill_masters()
-        elif scale is None:
-            ours.fill_masters()
-        else:
-            decision = ours.unscale(request_for(scale))
-            ours.masters.show_unscaled()
-            if decision is None:
-                ours.warn_without_gradients()
-        found_inf = ours.flag(decision)
-        next_scale = next_scale_of(scale, decision)
-        ours.pending = Pending(found_inf, scale, next_scale, decision)
-        return Unscaled(found_inf, next_scale)
+        pending = ours.start_pending(ours.scale(grads_scaled_by))
+        return Unscaled(pending.found_inf, pending.next_scale)
 
     @uncompiled
     def unscale_and_step(
@@ -483,6 +482,10 @@ class Optimizer(torch.optim.Optimizer):
         loss: Any = None,
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if a gradient is not finite.
+
+        An optimizer that steps by a rule leaves ``p.grad`` scaled and unclipped. To log the norm,
+        read :attr:`grad_norm`, with ``max_norm=float("inf")`` if nothing is to be clipped; to read
+        single gradients, call :meth:`unscale` and :meth:`step_after_unscale`.
 
         After ``unscale_`` of a scaler call ``scaler.step(optimizer)`` instead, which does not
         unscale again. After that of :class:`ampopt.GradScaler` this method is an error. After that
@@ -649,9 +652,10 @@ def _step_scaled_gradients(
         raise TypeError(
             f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
         )
-    attempt = ours.attempt if ours.accumulation.cycle is None else ours.attempt_with_sums
+    cycle = ours.accumulation.cycle
+    attempt = ours.attempt if cycle is None else ours.attempt_with_sums
     with nullcontext() if loss is None else ours.with_loss(loss):
-        if scale is None and max_norm is None:
+        if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
             return StepResult(optimizer.step(), ours.flag(None), None)
         decision, result, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
@@ -683,14 +687,9 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
             f"{type(optimizer).__name__} needs a closure: "
             "step_after_unscale(closure, current_grad_scale=scale)"
         )
-    if pending.scale is None:
+    if pending.scale is None and pending.decision is None:
         return StepResult(optimizer.step(), pending.found_inf, None)
-    drop = pending.scale.drop_overflow_update
-    outcome = ours.attempt(
-        Request(
-            check=False, found_inf=pending.found_inf, drop=drop, earlier_decision=pending.decision
-        )
-    )
+    outcome = ours.attempt(pending.request or Request(check=False))
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.
     ours.end_pending()

@@ -8,6 +8,7 @@ import copyreg
 import functools
 import inspect
 from collections import OrderedDict
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from ampopt import optim
 from ampopt._step.ranks import check_process_group
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
+from ampopt._step.torch_scaler import following_unscale
 from ampopt._step.transaction import SKIP_BY
 from ampopt.optimizer import Optimizer
 
@@ -117,8 +119,9 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
         _Tracker(optimizer)
     elif instance_step is not None:
         # Someone has set a step on the instance, which may call the step of the former class. That
-        # step reads neither the flag of a scaler nor that of a control point.
+        # step does not read the flag of a scaler.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer.step = MethodType(following_unscale(instance_step), optimizer)  # type: ignore[method-assign]
         optimizer._ampopt = cls._ampopt.for_another_step().new(optimizer)  # type: ignore[attr-defined]
     return cast("Optimizer", optimizer)
 

@@ -87,7 +87,9 @@ def unscale_and_step(
     scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
         optimizer._ampopt.refuse_stepped(scale)
-    if scale is None and max_norm is None:
+    cycles = [optimizer._ampopt.accumulation.cycle for optimizer in optimizers]
+    is_checked = any(cycle is not None and cycle.is_checked for cycle in cycles)
+    if scale is None and max_norm is None and not is_checked:
         for optimizer in optimizers:
             optimizer.step()
         return StepResult(None, as_flag(torch.zeros((), device=device)), None)
@@ -97,7 +99,7 @@ def unscale_and_step(
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
         request = optimizer._ampopt.with_watch_and_causes(request)
-    has_sums = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
+    has_sums = any(cycle is not None for cycle in cycles)
     if has_sums:
         agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
         decision = _end_cycles(optimizers, request, agreement, device)

@@ -42,9 +42,9 @@ def end_cycles(
 
     Args:
         sums: the accumulation of each optimizer, at least one with an open cycle.
-        request: the request of the step. Without a scale nothing is checked. Its skip conditions
-            (``causes``) are evaluated on the sums; such a skip leaves the scale as it is, while an
-            overflow lowers it.
+        request: the request of the step. Without a scale nothing is checked, unless a cycle
+            ``is_checked``. Its skip conditions (``causes``) are evaluated on the sums; such a skip
+            leaves the scale as it is, while an overflow lowers it.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         decision_device: the device on which the decision is made.
         wide: whether the step accepts gradients of another dtype than the parameters', one for
@@ -62,9 +62,11 @@ def end_cycles(
     uploads, causes = sums[0].uploads, request.causes
     # The step measures the norm of the sums, and the skip conditions are evaluated below.
     request = replace(request, max_norm=None, write=False, apply=False, measure=False, causes=())
+    if any(each.cycle is not None and each.cycle.is_checked for each in sums):
+        request = replace(request, check=True)
     closed_cycles = [each.close(request, agreement) for each in sums]
     decision = overflow = None
-    if request.scale is not None:
+    if request.check:
         decision, overflow = _decide_cycles(
             closed_cycles, request, agreement, decision_device, uploads["decide"]
         )

@@ -50,6 +50,8 @@ class AccumulationCycle:
             else a float32 0-d tensor. Counted with ``drop="micro_batch"`` only.
         n_kept: the number of these that overflowed on no rank, a float32 0-d tensor. With
             ``drop="micro_batch"`` only; else ``None``.
+        is_checked: whether a call had a scale that drops overflows, so that a step without a scale
+            follows ``flag``, too.
     """
 
     decision_device: torch.device
@@ -59,6 +61,7 @@ class AccumulationCycle:
     reports: tuple[GradientReport, ...] = ()
     calls: Any = 0
     n_kept: Tensor | None = None
+    is_checked: bool = False
 
     def add_flag(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
         """Combine the overflow flag of this rank with that of the cycle, by their maximum."""
@@ -158,6 +161,7 @@ class Accumulation(RefersToOptimizer):
             if all_reduce is not None:  # some sums may have been added to before ranks compared
                 self.discard()
             raise
+        cycle.is_checked |= request.scale is not None and request.drop
         reused_grads = []
         for _, param in gradients.present(self.groups):
             if self._is_reused(param):
@@ -330,12 +334,12 @@ class Accumulation(RefersToOptimizer):
             A 0-d tensor, more than 0 if no micro-batch was kept or a sum of this rank overflows.
         """
         assert cycle.n_kept is not None
-        is_checked, calls = request.scale is not None, cycle.calls
-        skip = (cycle.n_kept < calls) & (cycle.n_kept <= 0) & is_checked
+        calls = cycle.calls
+        skip = (cycle.n_kept < calls) & (cycle.n_kept <= 0) & request.check
         share = cycle.n_kept.clamp(min=1) / (
             calls.clamp(min=1) if isinstance(calls, Tensor) else calls
         )
-        rescale_request = Request(scale=share, check=is_checked, write=True, apply=False)
+        rescale_request = Request(scale=share, check=request.check, write=True, apply=False)
         params = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
         if sums:
@@ -351,10 +355,15 @@ class Accumulation(RefersToOptimizer):
 
     # --- the end ------------------------------------------------------------------------------
 
-    def restore_gradients(self) -> None:
-        """Restore the gradients that the sums replaced, after the step."""
+    def restore_gradients(self, *, keep_present: bool = False) -> None:
+        """Restore the gradients that the sums replaced, after the step.
+
+        With ``keep_present``, the sums are gone already, and what is in ``p.grad`` stays there.
+        """
         self.unhook()
         for param, grad, dtype in self._replaced_grads:
+            if keep_present:
+                grad = param.grad if param.grad is None or dtype is None else param.grad.to(dtype)
             _put(param, grad, dtype)
         self._replaced_grads, self.swapped_in = [], False
 
@@ -381,7 +390,7 @@ def _is_placed_like(total: Any, param: Any) -> bool:
 
 
 def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Step pre-hook: in a plain ``step()``, swap in the sums, even after an overflow."""
+    """Step pre-hook: a plain ``step()`` steps with the sums, or skips if a call overflowed."""
     ours = optimizer._ampopt
     if ours.accumulation.cycle is None:
         return
@@ -399,7 +408,9 @@ def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
             "accumulated"
         )
-    ours.end_cycle(Request(check=False))
+    ours.check_step()
+    ours.warn_of_untold_scale()
+    ours.start_pending(None)
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:

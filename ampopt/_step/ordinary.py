@@ -34,6 +34,8 @@ class OrdinaryStep(StepStrategy):
         _around: the decision of a scaler's step, or of a closure, until the post-hooks run.
         _decision_of_step: what :attr:`decision_of_step` returns to post-hooks: ``_decision``, else
             ``_around``.
+        _followed_unscale: whether the last plain ``step()`` has followed a pending unscale, so that
+            its post-hooks, which run after it, read its flag.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class OrdinaryStep(StepStrategy):
         self._decision: Decision | None = None
         self._around: Decision | None = None
         self._decision_of_step: Decision | None = None
+        self._followed_unscale = False
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
@@ -104,6 +107,7 @@ class OrdinaryStep(StepStrategy):
             step: the function to call, if step hooks already run around this call.
         """
         self.check_step()
+        self._followed_unscale &= step is not None
         decision = self.unscale(request)
         self._decision = decision or request.earlier_decision
         self._decision_of_step = None
@@ -119,6 +123,25 @@ class OrdinaryStep(StepStrategy):
         outcome = self.attempt(request, step)
         self._around = outcome.decision
         return outcome
+
+    def plain_request(self, *, has_closure: bool) -> Request | None:
+        """The request that a plain ``step()`` follows: that of a pending unscale.
+
+        ``None`` if there is nothing to follow, or if a control point runs the step and follows it.
+
+        Raises:
+            RuntimeError: an unscale is pending, and the step has a closure, which would compute
+                other gradients than those that were checked.
+        """
+        if self._decision is not None:
+            return None
+        if has_closure and self.pending is not None:
+            self.refuse_pending("step(closure)")
+        request = None if self.pending is None else self.pending.request
+        self._followed_unscale = request is not None
+        if request is None:
+            self.warn_of_untold_scale()
+        return request
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients are unscaled in place."""
@@ -175,9 +198,8 @@ class OrdinaryStep(StepStrategy):
         ``found_inf``, and must not find ours. ``None`` as well in a step of a scaler, which sets
         its own attribute.
         """
-        if self._decision is None or self._decision_of_step is None:
-            return None
-        return self._decision_of_step.skip
+        is_shown = self._decision is not None or self._followed_unscale
+        return self._decision_of_step.skip if is_shown and self._decision_of_step else None
 
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""

@@ -37,8 +37,9 @@ from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
 from ampopt._step.rank_settings import LeftOut
 from ampopt._step.snapshot import Snapshot
-from ampopt.loss_scale.arguments import as_loss_scale
-from ampopt.loss_scale.base import AnyScale, LossScale
+from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
+from ampopt.loss_scale.base import AnyScale, LossScale, host_may_read
+from ampopt.loss_scale.scalings import scalings, untold_scale
 from ampopt.results import as_flag
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.uploads import Uploads
@@ -56,13 +57,38 @@ class Pending:
         scale: the loss scale that was passed to ``unscale``; ``None`` for gradients without a
             scale.
         next_scale: the next loss scale, which ``unscale`` returned.
-        decision: the result of the check; ``None`` without gradients, or without a scale.
+        decision: the result of the check; ``None`` if there was nothing to check, or no gradient.
+        gradients: each parameter that had a gradient, and a weak reference to that gradient.
     """
 
     found_inf: Tensor
     scale: AnyScale | None
     next_scale: Any
-    decision: Decision | None = None
+    decision: Decision | None
+    gradients: tuple[tuple[Tensor, weakref.ref[Tensor]], ...]
+
+    @property
+    def request(self) -> Request | None:
+        """The request of the step that follows; ``None`` if it has no overflow flag to follow."""
+        if self.decision is None:
+            return None
+        return Request(
+            check=False,
+            found_inf=self.found_inf,
+            drop=self.scale is None or self.scale.drop_overflow_update,
+            earlier_decision=self.decision,
+        )
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether there were gradients, and no parameter has one now."""
+        params = [param for param, _ in self.gradients]
+        return bool(params) and all(param.grad is None for param in params)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a parameter still has the gradient that was unscaled, and not another one."""
+        return any(param.grad is not None and param.grad is ref() for param, ref in self.gradients)
 
 
 class StepOutcome(NamedTuple):
@@ -89,7 +115,6 @@ class StepStrategy(RefersToOptimizer, ABC):
     Attributes:
         masters: the float32 master weights of half-precision parameters.
         needs_closure: whether ``step`` requires a closure.
-        pending: the result of an unscale that no step has followed yet; else ``None``.
         accumulation: the sums that ``accumulate`` has filled and no step has used yet.
         grad_norm: the gradient norm of the last step with ``max_norm``; see
             :attr:`ampopt.Optimizer.grad_norm`.
@@ -132,7 +157,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.masters, self.uploads = masters, uploads
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        self.pending: Pending | None = None
+        self._pending: Pending | None = None
         self.watch: Any = None
         self.causes: tuple[Any, ...] = ()
         self.loss: Tensor | None = None
@@ -142,7 +167,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.left_out = LeftOut()
         self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
         self._reserved_names: set[str] = set()
-        self._warned_without_gradients = False
+        self._warned_without_gradients = self._warned_of_scale = False
+        self._scalings_before = scalings()
         self._process_group: Any = None  # if the optimizer uses the name for something else
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -297,6 +323,55 @@ class StepStrategy(RefersToOptimizer, ABC):
         finally:
             self.accumulation.restore_gradients()
 
+    # --- between unscale and step -----------------------------------------------------------------
+
+    @property
+    def pending(self) -> Pending | None:
+        """The result of an unscale that no step has followed yet; else ``None``.
+
+        An unscale whose gradients have all been cleared since, as ``model.zero_grad()`` does, is
+        over.
+        """
+        if self._pending is not None and self._pending.is_cleared:
+            self._drop_pending()
+        return self._pending
+
+    @pending.setter
+    def pending(self, pending: Pending | None) -> None:
+        """Set or forget the result; gradients stay as they are."""
+        self._pending = pending
+
+    def start_pending(self, scale: AnyScale | None) -> Pending:
+        """Unscale the gradients, or end the accumulation cycle, for a step that follows later."""
+        decision = None
+        if self.accumulation.cycle is not None:
+            decision = self.end_cycle(self.with_watch_and_causes(request_for(scale)))
+            self.fill_masters()
+        elif scale is None:
+            self.fill_masters()
+        else:
+            decision = self.unscale(request_for(scale))
+            self.masters.show_unscaled()
+            if decision is None:
+                self.warn_without_gradients()
+        self._pending = Pending(
+            self.flag(decision),
+            scale,
+            next_scale_of(scale, decision),
+            decision,
+            tuple(
+                (param, weakref.ref(param.grad))
+                for _, param, _ in gradients.with_groups(self.optimizer.param_groups)
+            ),
+        )
+        return self._pending
+
+    def _drop_pending(self) -> None:
+        """Forget an unscale whose gradients are gone, and what it has put on masters."""
+        self._pending = None
+        self.masters.drop_gradients()
+        self.accumulation.restore_gradients(keep_present=True)
+
     # --- gradients --------------------------------------------------------------------------------
 
     def unscale(self, request: Request) -> Decision | None:
@@ -398,6 +473,31 @@ class StepStrategy(RefersToOptimizer, ABC):
                 stacklevel=4,
             )
 
+    def has_untold_gradients(self) -> bool:
+        """Whether gradients seem to have a scale that no control point was told of.
+
+        Does not synchronize: a scale on an accelerator counts as one, even if it is 1.
+        """
+        scale = untold_scale(self._scalings_before)
+        if scale is None or not gradients.present(self.optimizer.param_groups):
+            return False
+        number = scale._host_number if isinstance(scale, LossScale) else scale
+        return not host_may_read(number) or number != 1.0
+
+    def warn_of_untold_scale(self) -> None:
+        """Warn, once, of a step without a scale, if its gradients seem to have one."""
+        if not self._warned_of_scale and self.has_untold_gradients():
+            self._warned_of_scale = True
+            warnings.warn(
+                "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
+                f"{type(self.optimizer).__name__} was stepped by step(), or unscale_and_step() "
+                "without grads_scaled_by, which use the gradients as they are: scale times too "
+                "large. Call unscale_and_step(grads_scaled_by=scale) instead. If the gradients "
+                "are those of another loss, ignore this",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     # --- scales, and the order of calls -----------------------------------------------------------
 
     def scale(self, grads_scaled_by: Any) -> AnyScale | None:
@@ -436,9 +536,9 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Return to the state *idle*: a step has used the unscaled gradients, or the sums."""
         if self.accumulation.swapped_in:
             self.accumulation.restore_gradients()
-        if self.pending is not None:
-            self.mark_stepped(self.pending.scale, self.pending.next_scale)
-            self.pending = None
+        if (pending := self._pending) is not None:
+            self.mark_stepped(pending.scale, pending.next_scale)
+            self._pending = None
 
     def refuse_unfinished(self, call: str) -> None:
         """Raise, naming ``call``, in the states *pending* and *accumulating*."""
@@ -450,7 +550,14 @@ class StepStrategy(RefersToOptimizer, ABC):
             )
 
     def refuse_pending(self, call: str) -> None:
-        """Raise, naming ``call``, in the state *pending*."""
+        """Raise, naming ``call``, in the state *pending*.
+
+        If other gradients have replaced all that were unscaled, as a new backward pass after
+        ``model.zero_grad()`` does, the unscale is over instead. A step uses such gradients: they
+        may have been edited out of place.
+        """
+        if self.pending is not None and not self.pending.is_left:
+            self._drop_pending()
         if self.pending is not None:
             raise RuntimeError(
                 f"{call}: an unscale is pending. Call step_after_unscale() first, to step with the "

@@ -1,5 +1,8 @@
 """Steps that read the flag and scale which ``torch.amp.GradScaler`` sets on an optimizer.
 
+The wrapper around a hand-written step that does so also has a plain ``step()`` follow the flag of a
+pending ``unscale``.
+
 If ``_step_supports_amp_scaling`` of an optimizer is true, ``scaler.step(optimizer)`` does not read
 the overflow flag, so it does not synchronize. It sets ``optimizer.grad_scale`` (the factor by which
 the gradients are multiplied; ``None`` after ``scaler.unscale_``) and ``optimizer.found_inf`` (a sum
@@ -20,7 +23,7 @@ from ampopt._step.stepping import StepOutcome
 from ampopt._step.torch_private import uncompiled
 from ampopt_kernels.decision import Decision, Request
 
-__all__ = ["ScalerHandoff", "SupportsAmpScaling", "take_handoff", "wrap_step"]
+__all__ = ["ScalerHandoff", "SupportsAmpScaling", "following_unscale", "take_handoff", "wrap_step"]
 
 
 @dataclass(frozen=True)
@@ -112,46 +115,83 @@ def take_handoff(
 
 
 def wrap_step(cls: type[Any], root: type[Any]) -> None:
-    """Wrap the ``step`` of ``cls`` so that it skips and unscales as a scaler requests.
+    """Wrap a hand-written ``step`` of ``cls`` so that it skips and unscales as is requested.
 
     A class that defines ``_step_supports_amp_scaling = True`` itself, at or below the class that
-    defines ``step``, supports the scaler already and is not wrapped.
+    defines ``step``, reads the attributes of a scaler already.
 
     Args:
         cls: the subclass of ``ampopt.Optimizer`` to wrap.
         root: ``ampopt.Optimizer``, whose own ``_step_supports_amp_scaling`` does not count.
     """
+    reads_scaler = False
     for base in cls.__mro__:
-        if vars(base).get("_step_supports_amp_scaling") and base is not root:
-            return
+        supports = vars(base).get("_step_supports_amp_scaling")
+        if supports and base is not root:
+            if isinstance(supports, SupportsAmpScaling):  # the step of a rule
+                return
+            reads_scaler = True
+            break
         if has_own_step(base):
             break
     if not has_step(cls):  # a subclass may get one from another base
         return
     step: Any = beneath_hooks(cls.step)  # torch adds the hooks again around the wrapper
     if getattr(step, SCALER_WRAPPER, None) is not step:
-        cls.step = _with_scaler(step)
+        cls.step = _with_requests(step, reads_scaler=reads_scaler)
 
 
-def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step`` so that a call by a ``torch.amp.GradScaler`` steps with the scaler's scale."""
+def _with_requests(step: Callable[..., Any], *, reads_scaler: bool = False) -> Callable[..., Any]:
+    """Wrap ``step`` so that a call follows the flag of a scaler or of a pending unscale.
+
+    Args:
+        step: ``step(optimizer, ...)``.
+        reads_scaler: whether ``step`` reads the attributes that a scaler sets.
+    """
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handoff = take_handoff(self, args, kwargs)
-        if handoff is None:
+        handoff = None if reads_scaler else take_handoff(self, args, kwargs)
+        request = _plain_request(self, args, kwargs) if handoff is None else handoff.request
+        if request is None:
             result = step(self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return result
         call = functools.partial(step, self, *args, **kwargs)
-        outcome = _around(self, call, handoff.request)
-        handoff.leave_for_scaler(self, outcome.decision)
+        outcome = _around(self, call, request)
+        if handoff is not None:
+            handoff.leave_for_scaler(self, outcome.decision)
         return outcome.result
 
     # ``wraps`` copies the attributes of ``step``, but the wrapper must not count as hooked.
     vars(wrapper).pop("hooked", None)
     setattr(wrapper, SCALER_WRAPPER, wrapper)
     return wrapper
+
+
+def following_unscale(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A method from ``step``, an attribute of an instance, that follows a pending unscale.
+
+    The step hooks run within ``step``.
+    """
+
+    @functools.wraps(step)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = _plain_request(self, args, kwargs)
+        if request is None:
+            return step(*args, **kwargs)
+        result = self._ampopt.attempt(request).result
+        _end_pending(self)
+        return result
+
+    return method
+
+
+@uncompiled
+def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
+    """The request of a plain ``step(*args, **kwargs)``; see :meth:`OrdinaryStep.plain_request`."""
+    has_closure = any(map(callable, (*args, kwargs.get("closure"))))
+    return optimizer._ampopt.plain_request(has_closure=has_closure)
 
 
 @uncompiled

@@ -99,7 +99,9 @@ def check_gradients(
         times: a factor, a tensor, by which the gradients are multiplied in addition to the scale.
     """
     scale = record.scale
-    request = request_for(scale) if times is None else Request(scale=scale.value * times)
+    request = request_for(scale)
+    if times is not None:
+        request = Request(scale=scale.value * times)
     decision = check_and_unscale(
         [optimizer], request, write=write, process_group=record.process_group
     )

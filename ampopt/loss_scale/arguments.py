@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import AnyScale, LossScale
+from ampopt.loss_scale.scalings import note_told
 from ampopt.results import StepResult, Unscaled, is_flag
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.policy import PolicyConstants
@@ -328,9 +329,10 @@ def as_loss_scale(
 
 
 def request_for(scale: AnyScale | None, **fields: Any) -> Request:
-    """The request for a step under ``scale``; ``fields`` are its other fields."""
+    """The request for a step that is told of ``scale``; ``fields`` are its other fields."""
     if scale is None:
         return Request(check=False, **fields)
+    note_told()
     return Request(
         scale=scale._value,
         drop=scale._drop,

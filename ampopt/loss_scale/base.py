@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ampopt.loss_scale.scalings import note_scaling
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.policy import PolicyConstants
 
@@ -193,7 +194,7 @@ class LossScale(AnyScale):
             TypeError: ``output`` is not a floating-point tensor. ``scale_outputs`` also takes lists
                 and other structures of tensors.
         """
-        return product(output, self.value, "a LossScale is multiplied by")
+        return note_scaling(product(output, self.value, "a LossScale is multiplied by"), self)
 
     __rmul__ = __mul__
 

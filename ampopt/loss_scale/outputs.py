@@ -7,6 +7,7 @@ from torch import Tensor
 from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
 from ampopt.loss_scale.base import LossScale, product
+from ampopt.loss_scale.scalings import note_scaling
 
 __all__ = ["check_scale_number", "scale_outputs"]
 
@@ -32,8 +33,8 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
     ``loss * scale`` is the same for one tensor and a :class:`~ampopt.LossScale`.
 
     The gradients are ``S`` times those of the loss. Pass the same ``S`` as ``grads_scaled_by`` to
-    every optimizer that steps with them: nothing in a gradient shows its scale, and a plain
-    ``step()`` applies it as it is.
+    every optimizer that steps with them: nothing in a gradient shows its scale. The first step that
+    is told of no scale after this call warns.
 
     Differs from ``torch.amp.GradScaler.scale``, which keeps a float16 loss of shape ``(1,)`` in
     float16, where it overflows.
@@ -58,9 +59,11 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
     if S is None:
         return outputs
     scale = _factor(S)
-    if isinstance(outputs, Tensor):
-        return product(outputs, scale)
-    return pytree.tree_map(lambda leaf: product(leaf, scale), outputs)
+
+    def scaled(output: Any) -> Any:
+        return note_scaling(product(output, scale), S)
+
+    return scaled(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(scaled, outputs)
 
 
 def _factor(scale: Any) -> float | Tensor:

@@ -262,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         result = self.optimizer.unscale(grads_scaled_by=self.scale)
         assert bool(result.found_inf > 0) is self.overflows
         self.pending = self.overflows
-        self.next_scale = result.scale
+        self.unscaled = result
 
     @property
     def splits(self) -> bool:
@@ -325,19 +325,15 @@ class Machine(RuleBasedStateMachine):
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
         self.check_step(result, before, max_norm)
 
-    @precondition(lambda self: self.pending is False and any(self.unscaled_gradients))
+    @precondition(lambda self: self.pending is not None and any(self.unscaled_gradients))
     @rule()
     @call
     def step(self) -> None:
         """Call plain ``step()`` on unscaled gradients."""
         before = torch.get_rng_state()
         self.optimizer.step()
-        self.take_reference_step(before)
-        if self.kind == "dynamic":
-            self.finite += 1
-        self.scale = self.next_scale
-        self.grow()
-        self.drop()
+        reference_step = functools.partial(self.take_reference_step, before)
+        self.account_for(self.unscaled, before, reference_step)
 
     def check_step(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
         """Check the result of a step, and take the reference step."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.backend import host_may_look
 from ampopt.testing.bits import bits, everything
+from ampopt.testing.device import as_on_a_device
+from ampopt.testing.no_sync import assert_no_sync
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -83,22 +86,211 @@ def test_zero_grad_discards_a_pending_unscale(param, set_to_none):
     assert param.tolist() == [0.75, -2.25, 2.75]
 
 
-@pytest.mark.parametrize("cls", OF_EACH_KIND)
-def test_a_plain_step_applies_gradients_as_they_are_and_ends_the_pending_state(cls):
-    twins = [Parameter(torch.ones(3)) for _ in range(2)]
-    plain, unscaled = (cls([p]) for p in twins)
-    for p in twins:
-        overflow(p)
-    found_inf, scale = unscaled.unscale(grads_scaled_by=ampopt.DynamicLossScale(init_scale=1.0))
-    assert found_inf > 0
-    torch.manual_seed(0)
-    unscaled.step()
-    torch.manual_seed(0)
-    plain.step()
+class ReadsScaler(Plain):
+    """Supports torch's GradScaler by itself, as a fused optimizer of torch does."""
+
+    _step_supports_amp_scaling = True
+
+
+class AroundRule(ampopt.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def with_step_on_instance(params):
+    """An optimizer of torch, patched after somebody has set a step on the instance."""
+    optimizer = torch.optim.Adagrad(params)
+    inner = optimizer.step
+    optimizer.step = lambda closure=None: inner(closure)
+    return ampopt.patch_optimizer(optimizer)
+
+
+STEPPED_PLAINLY = (
+    *OF_EACH_KIND,
+    AroundRule,
+    ReadsScaler,
+    ampopt.Muon,
+    with_step_on_instance,
+)
+
+
+@pytest.mark.parametrize("cls", STEPPED_PLAINLY)
+@pytest.mark.parametrize("number", [1.0, INF])
+@pytest.mark.parametrize("drops", [True, False], ids=["drops", "applies"])
+def test_a_plain_step_after_unscale_is_step_after_unscale(cls, number, drops):
+    twins = [Parameter(torch.ones(2, 2)) for _ in range(2)]
+    optimizers = [cls([p]) for p in twins]
+    changes: list[bool] = []
+    skips: list[bool] = []
+    for p, optimizer, step in zip(twins, optimizers, ("step", "step_after_unscale"), strict=True):
+        flags: list[bool] = []
+        optimizer.register_step_post_hook(
+            lambda o, *_, flags=flags: flags.append(o.found_inf is not None and o.found_inf > 0)
+        )
+        torch.manual_seed(0)
+        scale = ampopt.StaticLossScale(2.0, drop_overflow_update=drops)
+        for value in (1.0, number, 2.0):
+            p.grad = torch.tensor([[1.0, value], [-2.0, 1.0]])
+            optimizer.unscale(grads_scaled_by=scale)
+            before = bits(p)
+            getattr(optimizer, step)()
+            assert optimizer.pending is None
+            changes.append(bits(p) != before)
+            skips.append(bool(flags[-1]))  # the hooks of a nested step come first
     assert bits(twins[0]) == bits(twins[1])
+    assert everything(optimizers[0])["state"] == everything(optimizers[1])["state"]
+    assert skips == [False, number == INF and drops, False] * 2
+    if drops:  # else parameters may be NaN by then
+        assert changes == [not skipped for skipped in skips]
+
+
+def test_a_plain_step_does_not_wait_for_the_flag_it_follows(param, monkeypatch):
+    optimizer = ampopt.AdamW([param])
+    overflow(param)
+    before = bits(param)
+    with as_on_a_device(), assert_no_sync():
+        optimizer.unscale(grads_scaled_by=2.0)
+        optimizer.step()
+    assert bits(param) == before
+
+
+@pytest.mark.parametrize("cls", [ampopt.LBFGS, Plain])
+def test_an_ordinary_step_with_a_closure_is_refused_between_unscale_and_step(cls, param):
+    optimizer = cls([param])
+    optimizer.unscale(grads_scaled_by=2.0)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"^step\(closure\): an unscale is pending"):
+        optimizer.step(lambda: 1.0)
+    assert everything(optimizer) == before
+    optimizer.zero_grad()
+    param.grad = torch.ones(3)
+    optimizer.step(lambda: 1.0)
+
+
+@pytest.mark.parametrize("number", [1.0, INF])
+def test_the_step_of_a_rule_follows_what_its_closure_unscales(number):
+    param = Parameter(torch.ones(3))
+    optimizer = sgd(param)
+
+    def closure():
+        optimizer.zero_grad()
+        param.grad = torch.tensor([2.0, number, 2.0])
+        optimizer.unscale(grads_scaled_by=2.0)
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+    assert param.tolist() == ([1.0, 1.0, 1.0] if number == INF else [0.5, 0.75, 0.5])
+
+
+# --- the end of an unscale ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*OF_EACH_KIND, ampopt.Muon])
+def test_a_loop_that_leaves_the_step_out_after_an_overflow_runs_on(cls):
+    """The loop that reads the flag itself, and clears gradients by the model."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    optimizer, scale = cls(model.parameters()), 8.0
+    for value in (1.0, INF, INF, 1.0):
+        model.zero_grad()
+        ampopt.scale_outputs(value * model(torch.ones(2, 2)).sum(), scale).backward()
+        found_inf, scale = optimizer.unscale(scale)
+        before = bits(model.weight)
+        if not found_inf.item():
+            optimizer.step()
+        assert (bits(model.weight) == before) is (value == INF)
+    assert scale.item() == 2.0
+
+
+@pytest.mark.parametrize("ending", ["cleared", "replaced"])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda o: o.unscale(grads_scaled_by=2.0) and o.step_after_unscale(),
+        lambda o: o.unscale_and_step(grads_scaled_by=2.0),
+        lambda o: o.accumulate(grads_scaled_by=2.0) and o.step(),
+        lambda o: o.state_dict(),
+        copy.deepcopy,
+    ],
+    ids=["unscale", "unscale_and_step", "accumulate", "state_dict", "deepcopy"],
+)
+def test_an_unscale_whose_gradients_are_gone_is_over(call, ending, masters, sums):
+    dtype = torch.bfloat16 if masters else torch.float32
+    params = [[Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)] for _ in range(2)]
+    optimizers = [ampopt.AdamW(group, lr=0.5, master_weights=masters) for group in params]
+    for place, (group, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+        if place == 0:  # what the other has not seen must leave no trace
+            for p in group:
+                p.grad = torch.full((3,), INF if sums else 1.0, dtype=dtype)
+            if sums:
+                optimizer.accumulate(grads_scaled_by=2.0)
+                group[0].grad = torch.ones(3, dtype=dtype)
+            optimizer.unscale(grads_scaled_by=2.0)
+        for p in group:
+            p.grad = None if ending == "cleared" else torch.full((3,), 4.0, dtype=p.grad_dtype)
+        call(optimizer)
+        assert optimizer.pending is None
+        for p in group:
+            assert p.grad_dtype == dtype
+            p.grad = torch.ones(3, dtype=dtype)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert bits(params[0]) == bits(params[1])
+
+
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
+def test_a_step_after_gradients_were_cleared_is_a_step_without_an_unscale(cls, param):
+    optimizer = cls([param])
+    optimizer.unscale(grads_scaled_by=2.0)
+    param.grad = None
+    assert optimizer.pending is None
+    before = everything(optimizer)
     with pytest.raises(RuntimeError, match="nothing is unscaled"):
-        unscaled.step_after_unscale()
-    unscaled.unscale(grads_scaled_by=scale)  # and the returned scale is good
+        optimizer.step_after_unscale()
+    assert everything(optimizer) == before
+
+
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
+@pytest.mark.parametrize("step", ["step", "step_after_unscale"])
+def test_gradients_edited_out_of_place_are_those_of_the_step(cls, step):
+    twins = [Parameter(torch.ones(3)) for _ in range(2)]
+    for place, p in enumerate(twins):
+        optimizer = cls([p])
+        torch.manual_seed(0)
+        for value in (1.0, INF):
+            p.grad = torch.tensor([1.0, value, -2.0])
+            optimizer.unscale(grads_scaled_by=1.0)
+            if place:
+                p.grad.mul_(0.5)
+            else:
+                p.grad = p.grad * 0.5
+            getattr(optimizer, step)()
+    assert bits(twins[0]) == bits(twins[1]) and twins[0].isfinite().all()
+
+
+@pytest.mark.parametrize("zeroed", ["by the model", "one of two"])
+def test_an_unscale_lasts_while_a_gradient_is_left(zeroed):
+    """Zeros in place look like an edit, and one parameter may be left out of a step."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = ampopt.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.unscale(grads_scaled_by=2.0)
+    if zeroed == "by the model":
+        model.zero_grad(set_to_none=False)
+    else:
+        model.bias.grad = None
+    with pytest.raises(RuntimeError, match="unscale: an unscale is pending"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    optimizer.step_after_unscale()
+
+
+def test_a_pending_unscale_keeps_no_gradient_alive(param):
+    optimizer = sgd(param)
+    optimizer.unscale(grads_scaled_by=2.0)
+    gradient = weakref.ref(param.grad)
+    param.grad = None
+    assert gradient() is None
 
 
 def test_a_plain_step_after_unscale_counts_as_stepping_with_the_scale(param):

@@ -537,7 +537,8 @@ class KeepsPending(Plain):
     def zero_grad(self, set_to_none=True):
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad = None
+                if p.grad is not None:
+                    p.grad.zero_()
 
 
 @planted("lets gradients be unscaled twice", "calls_out_of_order_are_refused")

@@ -248,7 +248,7 @@ def test_max_norm_clips_the_sum(backend, cls):
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
-def test_a_plain_step_applies_the_sum_even_after_an_overflow(cls):
+def test_a_plain_step_applies_the_sum_or_skips(cls):
     def apart(optimizer, params):
         give(params, 1.0, 2.0, scale=4.0)
         optimizer.accumulate(grads_scaled_by=4.0)
@@ -260,13 +260,33 @@ def test_a_plain_step_applies_the_sum_even_after_an_overflow(cls):
         optimizer.step()
 
     assert after(cls, apart) == after(cls, at_once)
+    for scale, drop, bad, skips in (
+        (1.0, "window", INF, True),
+        (1.0, "micro_batch", INF, True),
+        (None, "window", INF, False),
+        (ampopt.StaticLossScale(1.0, drop_overflow_update=False), "window", INF, False),
+    ):
+        params = params_of()
+        optimizer = cls(params, lr=0.5)
+        for step in (optimizer.step, optimizer.unscale_and_step):
+            before = bits(params)
+            give(params, bad, 1.0)
+            optimizer.accumulate(grads_scaled_by=scale, drop=drop)
+            result = step()
+            assert (bits(params) == before) is skips
+            assert result is None or result.skipped is skips
+            assert optimizer.pending is None
+
+
+def test_optimizers_that_step_together_without_a_scale_follow_the_flags_of_their_cycles():
     params = params_of()
-    optimizer = cls(params, lr=0.5)
+    optimizers = [ampopt.SGD([p]) for p in params]
+    give(params, 1.0, INF)
     before = bits(params)
-    give(params, INF, 1.0)
-    optimizer.accumulate(grads_scaled_by=1.0)
-    optimizer.step()
-    assert bits(params) != before
+    for optimizer in optimizers:
+        optimizer.accumulate(grads_scaled_by=1.0)
+    assert ampopt.unscale_and_step(optimizers).skipped
+    assert bits(params) == before
 
 
 def test_without_a_scale_no_gradient_is_tested():

@@ -387,14 +387,18 @@ def test_a_master_whose_gradient_is_removed_after_unscale_is_not_stepped():
 
 
 def test_a_parameter_whose_gradient_is_removed_after_unscale_is_not_stepped():
-    """``model.zero_grad()`` does that. Without masters, nothing is stepped either."""
-    param = half(1.0)
-    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
-    param.grad = torch.ones_like(param)
-    optimizer.unscale(grads_scaled_by=1.0)
-    param.grad = None
-    optimizer.step_after_unscale()
-    assert param.item() == 1.0
+    """``model.zero_grad()`` removes all, which ends the unscale."""
+    params = [half(1.0), half(1.0)]
+    optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
+    for n_removed, step in ((1, optimizer.step_after_unscale), (2, optimizer.step)):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.unscale(grads_scaled_by=1.0)
+        for p in params[:n_removed]:
+            p.grad = None
+        step()
+        assert [p.item() for p in params] == [1.0, 0.5]
+        assert all(master.grad is None for master in optimizer.master_params())
 
 
 def test_a_gradient_that_is_removed_after_unscale_is_absent_from_a_new_plan_too():

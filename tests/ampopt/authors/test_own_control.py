@@ -107,7 +107,8 @@ def test_steps_that_skip_by_themselves_equal_ordinary_steps(cls, split, history,
             assert (bits(param), optimizer.state[param]["buffer"].tolist()) == before
         flag = optimizer.flags[-1]
         assert (flag.dtype, flag.shape, bool(flag > 0)) == (torch.float32, (), result.skipped)
-        assert optimizer.found_inf is None
+        if cls is Told:  # the other has called step() itself, after which it is undefined
+            assert optimizer.found_inf is None
         assert result.loss == ("theirs" if cls is InControl else None)
 
 
@@ -120,12 +121,13 @@ def test_a_plain_step_gets_no_flag(cls):
     assert not param.isfinite().all()
 
 
-def test_a_plain_step_after_unscale_gets_no_flag():
+def test_a_plain_step_after_unscale_gets_its_flag():
     optimizer, param = made(Told)
+    before = bits(param)
     param.grad = numbers(INF, 1.0)
     optimizer.unscale(grads_scaled_by=1.0)
     optimizer.step()
-    assert optimizer.flags == [None]
+    assert optimizer.flags == [1.0] and bits(param) == before
     assert optimizer.pending is None
 
 
@@ -171,7 +173,8 @@ def test_under_a_grad_scaler_the_step_gets_its_flag(cls, scaler, split):
         else:
             assert everything(optimizer)["parameters"] == before
         assert bits(param) == bits(plain_param)
-        assert optimizer.found_inf is None
+        if cls is Told:  # the other has called step() itself, after which it is undefined
+            assert optimizer.found_inf is None
 
 
 def test_the_flag_is_gone_when_a_step_raised():
