@@ -65,7 +65,7 @@ class Pending:
     scale: AnyScale | None
     next_scale: Any
     decision: Decision | None
-    gradients: tuple[tuple[Tensor, weakref.ref[Tensor]], ...]
+    gradients: tuple[tuple[Tensor, weakref.ref[Any]], ...]
 
     @property
     def request(self) -> Request | None:
@@ -360,8 +360,8 @@ class StepStrategy(RefersToOptimizer, ABC):
             next_scale_of(scale, decision),
             decision,
             tuple(
-                (param, weakref.ref(param.grad))
-                for _, param, _ in gradients.with_groups(self.optimizer.param_groups)
+                (param, weakref.ref(grad))
+                for _, param, grad in gradients.with_groups(self.optimizer.param_groups)
             ),
         )
         return self._pending

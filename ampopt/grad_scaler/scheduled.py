@@ -180,18 +180,10 @@ def with_settings(scale: LossScale, **settings: Any) -> LossScale:
 
 def _to_torch(scale: LossScale) -> dict[str, Any]:
     """State dict of ``scale`` with torch's keys, and ``loss_scale`` for the rest. Synchronizes."""
-    state = scale.state_dict()
-    dynamic = isinstance(scale, DynamicLossScale)
-    entries = {
-        "scale": state["scale"] if dynamic else scale.item(),
-        # With factors of 1, torch's scaler keeps its scale constant.
-        "growth_factor": state["growth_factor"] if dynamic else 1.0,
-        "backoff_factor": state["backoff_factor"] if dynamic else 1.0,
-        "growth_interval": state["growth_interval"] if dynamic else 2000,
-        "_growth_tracker": state["growth"] if dynamic else 0,
-    }
+    entries = scale.grad_scaler_state_dict()
     others = {k: v for k, v in scale._settings().items() if k not in ("init_scale", *entries)}
     torchs = DynamicLossScale()._settings()
-    if not (dynamic and all(torchs[name] == value for name, value in others.items())):
-        entries["loss_scale"] = state
+    is_dynamic = isinstance(scale, DynamicLossScale)
+    if not (is_dynamic and all(torchs[name] == value for name, value in others.items())):
+        entries["loss_scale"] = scale.state_dict()
     return entries

@@ -147,6 +147,21 @@ class LossScale(AnyScale):
     def state_dict(self) -> dict[str, Any]:
         """All that has to be saved, as plain Python numbers and strings. Synchronizes."""
 
+    def grad_scaler_state_dict(self) -> dict[str, Any]:
+        """The state for ``torch.amp.GradScaler.load_state_dict``, to continue there. Synchronizes.
+
+        Torch's scaler then has the scale, its factors and interval, and the finite steps counted so
+        far. It has no other settings, such as ``hysteresis`` or ``min_scale``; a static scale stays
+        constant there, too.
+        """
+        return {
+            "scale": self.item(),
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "growth_interval": 2000,
+            "_growth_tracker": 0,
+        }
+
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace value, counters and settings by those saved; the scale stays on its device.

@@ -245,6 +245,12 @@ class DynamicLossScale(LossScale):
             **self._settings(),
         }
 
+    def grad_scaler_state_dict(self) -> dict[str, Any]:
+        """The state as torch's scaler takes it; see :meth:`LossScale.grad_scaler_state_dict`."""
+        state = self.state_dict()
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        return {**{name: state[name] for name in names}, "_growth_tracker": state["growth"]}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace value, counters and settings; see :meth:`LossScale.load_state_dict`."""
         own = ("scale", "growth", "budget")

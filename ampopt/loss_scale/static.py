@@ -15,6 +15,11 @@ __all__ = ["StaticLossScale"]
 class StaticLossScale(LossScale):
     """A scale that never changes: the next scale is the same object.
 
+    ``StaticLossScale(1.0)`` takes the place of ``GradScaler(enabled=False)`` where a script can do
+    without scaling: it has a state dict, and loads that of any scale or scaler, and stays 1.0.
+    Steps with inf or NaN are skipped, where a disabled scaler applies them, unless
+    ``drop_overflow_update`` is ``False``.
+
     Example:
         >>> scale = StaticLossScale(2.0**10)
         >>> scale.next(found_inf=1.0) is scale
@@ -65,7 +70,13 @@ class StaticLossScale(LossScale):
         return {"type": type(self).__name__, **self._settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace number and settings; see :meth:`LossScale.load_state_dict`."""
+        """Replace number and settings; see :meth:`LossScale.load_state_dict`.
+
+        A scale of 1.0 takes the state of any other scale or scaler, and stays as it is: that run
+        scaled its losses, and this one does not.
+        """
+        if self._number == 1.0 and _is_of_dynamic_scale(state_dict):
+            return
         entries = check_entries(self, state_dict, tuple(self._settings()))
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
         self._take(number, drop, self._placed)
@@ -73,6 +84,15 @@ class StaticLossScale(LossScale):
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
         return {"value": self._number, "drop_overflow_update": self._drop}
+
+
+def _is_of_dynamic_scale(state_dict: Any) -> bool:
+    """Whether ``state_dict`` is that of a dynamic scale, or of a scaler without a static one."""
+    if not isinstance(state_dict, Mapping):
+        return False
+    state = state_dict.get("loss_scale", state_dict)  # ampopt.GradScaler saves its scale whole
+    dynamic = ("growth", "_growth_tracker")  # of a scale, and of a scaler
+    return not state or any(name in state for name in dynamic)
 
 
 def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from support.gpus import DEVICE, needs_gpu, no_waiting
 from support.loss_scales import (
     FLOOR,
@@ -380,3 +381,61 @@ class TestState:
         with pytest.raises(error, match=message):
             scale.load_state_dict(bad)
         assert scale.value is value and scale._generation is generation and scale.item() == 4.0
+
+
+# --- from and to torch's scaler -------------------------------------------------------------------
+
+
+@given(overflows=st.lists(st.booleans(), max_size=9), after=st.lists(st.booleans(), max_size=9))
+def test_torchs_scaler_goes_on_where_a_scale_stopped(overflows, after):
+    scale = DynamicLossScale(init_scale=8.0, growth_interval=3, backoff_factor=0.25)
+    for overflowed in overflows:
+        scale = scale.next(overflowed)
+    state = scale.grad_scaler_state_dict()
+    scaler = torch.amp.GradScaler("cpu")
+    assert set(state) == set(scaler.state_dict())
+    scaler.load_state_dict(state)
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for overflowed in after:
+        scale = scale.next(overflowed)
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.full((1,), float("inf") if overflowed else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.state_dict() == scale.grad_scaler_state_dict()
+
+
+def test_a_static_scale_stays_constant_under_torchs_scaler():
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(StaticLossScale(8.0).grad_scaler_state_dict())
+    param = torch.nn.Parameter(torch.ones(1))
+    for number in (1.0, float("inf")):
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.full((1,), number)
+        scaler.step(torch.optim.SGD([param], lr=0.0))
+        scaler.update()
+        assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},  # of a disabled scaler
+        torch.amp.GradScaler("cpu").state_dict(),
+        GradScaler("cpu", loss_scale=DynamicLossScale.like("megatron")).state_dict(),
+        DynamicLossScale().state_dict(),
+        StaticLossScale(1.0).state_dict(),
+    ],
+    ids=["disabled", "torch", "GradScaler", "dynamic", "static"],
+)
+def test_a_scale_of_one_takes_the_state_of_a_run_that_scaled_and_stays(saved):
+    scale = StaticLossScale(1.0)
+    scale.load_state_dict(saved)
+    assert scale.state_dict() == StaticLossScale(1.0).state_dict()
+    if saved and saved.get("type") != "StaticLossScale":
+        with pytest.raises(ValueError):
+            StaticLossScale(2.0).load_state_dict(saved)
+    for wrong in ({"scale": 2.0}, {"type": "Other"}, 3):
+        with pytest.raises((TypeError, ValueError)):
+            scale.load_state_dict(wrong)  # type: ignore[arg-type]
