@@ -74,6 +74,7 @@ def test_holds_what_the_checkout_holds(wheel):
         names = set(archive.namelist())
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == packages
+    assert not any("evidence" in name for name in names)  # what only authors run
     assert {name.rpartition("/")[2] for name in metadata} >= {"METADATA", "LICENSE"}
 
 

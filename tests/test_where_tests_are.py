@@ -10,11 +10,15 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCES = {
     path.relative_to(folder)
-    for folder, package in ((ROOT, "ampopt"), (ROOT / "kernels", "ampopt_kernels"))
+    for folder, package in (
+        (ROOT, "ampopt"),
+        (ROOT / "kernels", "ampopt_kernels"),
+        (ROOT / "kernels", "evidence"),
+    )
     for path in (folder / package).rglob("*.py")
     if not path.name.startswith("__")
 }
-"""The modules of both packages, as their imports have them."""
+"""The modules of the packages, as their imports have them."""
 
 FILES = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.backend import backend_for
 from ampopt.bench import (
     autocast,
     contenders,
@@ -32,8 +31,6 @@ from ampopt.bench import (
     rows,
     workloads,
 )
-from ampopt.bench.first_hour import hour
-from ampopt.bench.first_hour.parts import PARTS
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -83,11 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = contenders.names(device, options.masters)
     if unknown := set(options.contender or ()) - set(names):
         parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(names)}")
-    if options.part and not options.first_hour:
-        parser.error("--part: names parts of --first-hour DIR, which is missing")
-    if options.first_hour:
-        _first_hour(parser, options, device)
-        return
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
     without_rule = set(options.optimizer or ()) - set(fidelity.optimizers())
@@ -106,26 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     finally:
         ampopt.set_backend(before)
-
-
-def _first_hour(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device
-) -> None:
-    """Run the parts of ``--first-hour``, and exit with status 1 unless all of them passed."""
-    before = ampopt.get_backend()
-    try:
-        ampopt.set_backend("triton")
-        backend_for(device)
-    except RuntimeError as error:
-        parser.error(f"--first-hour: {error}")
-    finally:
-        ampopt.set_backend(before)
-    parts = [part for part in PARTS if part.name in (options.part or [part.name])]
-    about = report.environment(device)
-    outcomes = hour.run(parts, Path(options.first_hour), options.device, about)
-    print(f"written to {options.first_hour}; begin with summary.md there")
-    if not all(outcome.passed for outcome in outcomes):
-        sys.exit(1)
 
 
 def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
@@ -390,19 +362,6 @@ def _parser() -> argparse.ArgumentParser:
         "--first-steps",
         action="store_true",
         help="only measure the first steps of auto, which include compilation",
-    )
-    parser.add_argument(
-        "--first-hour",
-        metavar="DIR",
-        help="find out what a new GPU does, in order of what would end it, each part in a process "
-        "of its own under a timeout, and leave all results in DIR; nothing else",
-    )
-    parser.add_argument(
-        "--part",
-        action="append",
-        choices=[part.name for part in PARTS],
-        help=f"repeatable; of --first-hour, by default all of "
-        f"{', '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
         "--ranks",

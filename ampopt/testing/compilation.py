@@ -10,8 +10,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt._step.hyperparameters import kind_of
 from ampopt.testing.claims import Claims, maker
-from ampopt_kernels.aot import TARGETS
-from ampopt_kernels.check_rule.by_triton import can_compile_for, compile_for
+from ampopt_kernels.check_rule.by_triton import TARGETS, can_compile_for, compile_for
 
 __all__ = ["Compilation"]
 

@@ -21,7 +21,7 @@ from ampopt_kernels import (
     sqrt_rn,
     tl,
 )
-from ampopt_kernels.aot import count_hyper
+from evidence.aot import count_hyper
 
 
 @jit

@@ -92,7 +92,7 @@ def backend_of_the_test(request):
 
 @pytest.fixture
 def process_group():
-    """A gloo group of one process that outlives the test's models; see ``ampopt.matrix.spread``."""
+    """A gloo group of one process that outlives a test's models; see ``evidence.matrix.spread``."""
     dist: Any = torch.distributed
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")

@@ -20,7 +20,10 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.sums import with_sums
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
 
-__all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
+__all__ = ["TARGETS", "can_compile_for", "check", "compile_for", "gpu_target"]
+
+TARGETS = ("sm_80", "sm_90", "gfx942")
+"""The GPUs that rules and kernels are compiled for without one: A100, H100 and MI300."""
 
 
 @jit

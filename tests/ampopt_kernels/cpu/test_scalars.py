@@ -29,10 +29,10 @@ from ampopt_kernels import (
     sqrt_rn,
     tl,
 )
-from ampopt_kernels.aot import count_hyper
 from ampopt_kernels.cpu import compiled
 from ampopt_kernels.cpu.scalars import ScalarRows, scalars_on_host, scalars_source
 from ampopt_kernels.sums import Sums
+from evidence.aot import count_hyper
 
 pytestmark = [
     needs_compiler,

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 
 from ampopt_kernels import Rule, jit, rules, sqrt_rn, tl
-from ampopt_kernels.aot import count_hyper
 from ampopt_kernels.check_rule import by_triton
 from ampopt_kernels.language import HAS_TRITON
+from evidence.aot import count_hyper
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 

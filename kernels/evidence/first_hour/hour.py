@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ampopt.bench.first_hour.parts import Part
-from ampopt.bench.first_hour.record import read
+from evidence.first_hour.parts import Part
+from evidence.first_hour.record import read
 
 __all__ = ["PartResult", "run"]
 

@@ -8,11 +8,11 @@ import torch
 from support.readme import ROOT
 
 import ampopt
-from ampopt.matrix.cells import CELLS
-from ampopt.matrix.page import optimizers, page, verdict
+from evidence.matrix.cells import CELLS
+from evidence.matrix.page import optimizers, page, verdict
 
 COMMITTED = ROOT / "examples" / "guides" / "matrix.md"
-RUN_AGAIN = f"run python -m ampopt.matrix {COMMITTED.relative_to(ROOT)}"
+RUN_AGAIN = f"run python -m evidence.matrix {COMMITTED.relative_to(ROOT)}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ampopt import optim
-from ampopt.matrix.cells import CELLS, NotRunHere
+from evidence.matrix.cells import CELLS, NotRunHere
 
 __all__ = ["optimizers", "page", "verdict"]
 
 _ABOUT = """\
 # What works with what
 
-`python -m ampopt.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
+`python -m evidence.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
 was run: a model of one 4 by 4 weight (96 by 96 for small states) trains on the CPU, with an
 overflow in between, and the result is checked. The tests run every cell again. ✔ means that it
 works; a number refers to the error message, or to what is missing, below the table.

@@ -31,7 +31,7 @@ class Part:
         """The command line, for ``subprocess``."""
         if self.command is not None:
             return self.command(folder, device)
-        here = "ampopt.bench.first_hour"
+        here = "evidence.first_hour.one_part"
         return [sys.executable, "-m", here, self.name, str(folder), device]
 
 

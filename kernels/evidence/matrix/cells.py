@@ -15,9 +15,9 @@ from torch import Tensor
 from ampopt import backend
 from ampopt._synchronization import watching
 from ampopt.loss_scale.outputs import scale_outputs
-from ampopt.matrix.spread import ddp, fsdp2, tensor_parallel
-from ampopt.matrix.subject import Subject
 from ampopt.train_step import TrainStep
+from evidence.matrix.spread import ddp, fsdp2, tensor_parallel
+from evidence.matrix.subject import Subject
 
 __all__ = ["CELLS", "NotRunHere"]
 

@@ -1,13 +1,13 @@
-"""``python -m ampopt.matrix [FILE]``: run every optimizer in every setting, and write the table."""
+"""``python -m evidence.matrix [FILE]``: run every optimizer in every setting, write the table."""
 
 import argparse
 from pathlib import Path
 
-from ampopt.matrix.page import optimizers, page
+from evidence.matrix.page import optimizers, page
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m ampopt.matrix",
+        prog="python -m evidence.matrix",
         description="Run every optimizer in every setting on a small model, and write a table.",
     )
     parser.add_argument("file", nargs="?", type=Path, help="write it there instead of printing it")

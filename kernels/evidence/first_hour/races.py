@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt._step.torch_private import spin
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

@@ -1,6 +1,6 @@
 """Compile the Triton kernels of all rules without a GPU, and report on their machine code.
 
-    python -m ampopt_kernels.aot [--dump DIR] [--target sm_90 ...] [--rule adam ...] [--quick]
+    python -m evidence.aot [--dump DIR] [--target sm_90 ...] [--rule adam ...] [--quick]
 
 prints one line for each kernel, rule, dtype and target::
 
@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import machine_code, rules
-from ampopt_kernels.check_rule.by_triton import gpu_target
+from ampopt_kernels import rules
+from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
@@ -45,10 +45,10 @@ from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.work import ParamRow, Work
+from evidence import machine_code
 
 __all__ = ["Case", "RecordedLaunch", "Report", "cases", "count_hyper", "launches", "main"]
 
-TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
     "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
@@ -400,7 +400,7 @@ def compile_task(task: Task) -> Report:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; see the module. Returns the exit status."""
     rule_names = [name for name in rules.__all__ if isinstance(getattr(rules, name), Rule)]
-    parser = argparse.ArgumentParser(prog="python -m ampopt_kernels.aot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m evidence.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--dump", type=Path, help="write assembly and report to this directory")
     parser.add_argument("--target", nargs="+", default=TARGETS, help="sm_NN or gfxNNN")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import ampopt
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["RULES", "run"]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ampopt
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

@@ -9,9 +9,9 @@ import torch
 
 import ampopt
 from ampopt._synchronization import sync_debug_mode
-from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import host_seconds
 from ampopt.train_step import cuda_graphs
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

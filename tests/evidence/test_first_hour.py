@@ -1,4 +1,4 @@
-"""``--first-hour``: parts run in order, each in its own process, and write to one folder."""
+"""The first hour: parts run in order, each in its own process, and write to one folder."""
 
 import json
 import re
@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import ampopt
-from ampopt.bench import __main__ as bench
-from ampopt.bench.first_hour import gpu_tests, hour, parity, races, start
-from ampopt.bench.first_hour.bandwidth import STORAGES, prediction_of
-from ampopt.bench.first_hour.parts import PARTS, Part
-from ampopt.bench.first_hour.record import PartRecord, read
 from ampopt_kernels.language import HAS_TRITON
+from evidence.first_hour import __main__ as first_hour
+from evidence.first_hour import gpu_tests, hour, parity, races, start
+from evidence.first_hour.bandwidth import STORAGES, prediction_of
+from evidence.first_hour.parts import PARTS, Part
+from evidence.first_hour.record import PartRecord, read
 
 CPU = torch.device("cpu")
-PREDICTIONS = Path(__file__).parents[3] / "kernels/PREDICTIONS.md"
+PREDICTIONS = Path(__file__).parents[2] / "kernels/PREDICTIONS.md"
 
 
 def stub(name: str, body: str, seconds: float = 60.0, ends: bool = False) -> Part:
@@ -128,44 +128,31 @@ def test_each_test_that_fails_is_reported_by_name(tmp_path, monkeypatch):
     ]
 
 
-def run_bench(monkeypatch: Any, *arguments: str) -> list[Any]:
-    """The arguments with which ``bench`` would run the parts."""
-    runs: list[Any] = []
-    monkeypatch.setattr(hour, "run", lambda *given: runs.append(given) or [])
-    bench.main(list(arguments))
-    return runs
-
-
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_parts_are_asked_for_by_name_and_run_in_their_order(monkeypatch, tmp_path):
-    asked = ("--part", "host", "--part", "races")
-    runs = run_bench(monkeypatch, "--device", "cpu", "--first-hour", str(tmp_path), *asked)
+    asked = ["--part", "host", "--part", "races"]
+    runs: list[Any] = []
+    monkeypatch.setattr(hour, "run", lambda *given: runs.append(given) or [])
+    first_hour.main(["--device", "cpu", str(tmp_path), *asked])
     [(parts, folder, device, about)] = runs
     assert ([part.name for part in parts], folder, device) == (["races", "host"], tmp_path, "cpu")
     assert about["torch"] == torch.__version__
     command = parts[0].arguments(folder, device)
-    assert command[1:] == ["-m", "ampopt.bench.first_hour", "races", str(tmp_path), "cpu"]
+    assert command[1:] == ["-m", "evidence.first_hour.one_part", "races", str(tmp_path), "cpu"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--part", "races"], "--part: names parts of --first-hour DIR"),
-        (["--first-hour", "there", "--part", "none"], "invalid choice: 'none'"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(arguments, message, capsys):
+def test_an_unknown_part_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--device", "cpu", *arguments])
-    assert message in capsys.readouterr().err
+        first_hour.main(["there", "--part", "none"])
+    assert "invalid choice: 'none'" in capsys.readouterr().err
 
 
 def test_without_an_accelerator_there_is_nothing_to_find_out(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("ampopt.backend.INTERPRETED", False)
     before = ampopt.get_backend()
     with pytest.raises(SystemExit):
-        bench.main(["--device", "cpu", "--first-hour", str(tmp_path / "no")])
-    assert re.search("--first-hour: .*triton backend (needs|cannot)", capsys.readouterr().err)
+        first_hour.main(["--device", "cpu", str(tmp_path / "no")])
+    assert re.search("triton backend (needs|cannot)", capsys.readouterr().err)
     assert ampopt.get_backend() == before
     assert not (tmp_path / "no").exists()
 

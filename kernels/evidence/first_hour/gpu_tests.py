@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

@@ -3,7 +3,7 @@
 import torch
 
 import ampopt
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

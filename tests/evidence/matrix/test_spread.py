@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from ampopt.matrix.spread import ddp
+from evidence.matrix.spread import ddp
 
 
 def test_a_group_outlives_its_model():

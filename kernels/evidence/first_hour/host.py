@@ -11,9 +11,9 @@ import torch
 import ampopt
 from ampopt._synchronization import sync_debug_mode
 from ampopt.bench import contenders, workloads
-from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import host_seconds, warmed
 from ampopt_kernels.native import objects
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

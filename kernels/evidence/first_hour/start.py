@@ -5,7 +5,7 @@ import time
 import torch
 
 import ampopt
-from ampopt.bench.first_hour.record import PartRecord
+from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
 

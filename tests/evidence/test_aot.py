@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from ampopt_kernels import aot, machine_code, rules
+from ampopt_kernels import rules
 from ampopt_kernels.language import HAS_TRITON
+from evidence import aot, machine_code
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 
@@ -24,7 +25,7 @@ LINE = re.compile(
 def command(*arguments):
     variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "ampopt_kernels.aot", *arguments],
+        [sys.executable, "-m", "evidence.aot", *arguments],
         env={**variables, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -1,1 +1,0 @@
-"""Which optimizer works in which setting, found by running both: ``python -m ampopt.matrix``."""

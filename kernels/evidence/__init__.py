@@ -1,0 +1,10 @@
+"""Programs that measure and check ampopt for its authors, in the repository and not in the wheel.
+
+Run each from the root of a checkout, with ``PYTHONPATH=.:kernels``:
+
+- ``python -m evidence.first_hour DIR``: what to test and measure first on a new GPU machine.
+- ``python -m evidence.aot``: compile every kernel for GPUs that the machine need not have.
+- ``python -m evidence.matrix FILE``: which optimizer works in which setting, as a page.
+
+What users measure is in ``ampopt.bench``; ``kernels/RESULTS.md`` has the results of both.
+"""
