@@ -364,6 +364,42 @@ class Optimizer(torch.optim.Optimizer):
         super()._optimizer_step_code()
         self._ampopt.step_is_over()
 
+    @uncompiled
+    @torch.no_grad()
+    def initialize_states(self) -> None:
+        """Make every state that a first step makes, without a step.
+
+        For code that loads a checkpoint into states that exist, as a strict load by
+        ``torch.distributed.checkpoint`` does. ``state_dict`` then has what a skipped first step
+        with gradients of all parameters would leave: the initial values, of the right dtype and
+        sharding, also of master weights, step counts, codes and random keys, for every parameter
+        that requires a gradient. States that exist, parameters, gradients and random generators
+        stay as they are. Does not synchronize. If parameters are ``DTensor``s, all ranks call it.
+
+        torch's way, a step with learning rate 0 and gradients of zero, which
+        ``get_state_dict`` of ``torch.distributed.checkpoint`` takes if there is no state yet,
+        advances step counts and averages.
+
+        Example:
+            >>> optimizer = ampopt.AdamW(model.parameters(), master_weights=True)
+            >>> optimizer.initialize_states()
+            >>> model_state, optimizer_state = get_state_dict(model, optimizer)
+            >>> dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+            >>> set_state_dict(
+            ...     model,
+            ...     optimizer,
+            ...     model_state_dict=model_state,
+            ...     optim_state_dict=optimizer_state,
+            ... )
+
+        Raises:
+            RuntimeError: between ``unscale`` or ``accumulate`` and the step; or, as a
+                ``NotImplementedError``, a ``step()`` that somebody has written makes the states as
+                it runs, as that of ``LBFGS`` and of most classes that ``extend`` takes.
+        """
+        self._ampopt.refuse_unfinished("initialize_states")
+        self._ampopt.make_states()
+
     # --- control points -------------------------------------------------------------------
 
     @uncompiled

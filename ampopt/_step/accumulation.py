@@ -20,6 +20,7 @@ from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, device_of, works_of
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
+from ampopt._step.torch_private import undo_state_initialization
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
@@ -408,6 +409,8 @@ def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
             "accumulated"
         )
+    if undo_state_initialization(optimizer):
+        ours.refuse_unfinished("a step of torch.distributed.checkpoint, to make states")
     ours.check_step()
     ours.warn_of_untold_scale()
     ours.start_pending(None)

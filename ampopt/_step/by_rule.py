@@ -24,6 +24,7 @@ from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rows import keys_of
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
+from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import codecs_of
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -32,6 +33,7 @@ from ampopt._step.transaction import SkipPolicy, skip_policy_of
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import real
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["FIRST", "RuleRunner", "RuleStep"]
@@ -128,6 +130,24 @@ class RuleRunner(RefersToOptimizer):
         """Forget plan and rows, so that the next step makes new ones."""
         self.plan = None
 
+    def make_states(self) -> None:
+        """Make every state that a step would make, also of parameters without a gradient.
+
+        Making a plan makes them. The plan is not kept, so the first step makes its own.
+        """
+        if self.checks.need_torch():
+            raise NotImplementedError(
+                "initialize_states: torch's own step runs, because of sparse gradients or "
+                "differentiable=True, and it makes its states only as it steps"
+            )
+        params = gradients.params_of(self.optimizer.param_groups)
+        absent = {
+            id(param): real(dtensor.local(param.detach())).dtype
+            for param in params
+            if param.requires_grad and param.grad is None
+        }
+        self._plan_with(absent, needs_agreement=False)
+
     def check_gradients(self) -> None:
         """Raise for gradients that no step can use, before anything changes."""
         with_grads = gradients.params_with_grads(self.optimizer.param_groups)
@@ -173,14 +193,22 @@ class RuleRunner(RefersToOptimizer):
         self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
         if self.checks.need_torch():
             return None
-        device = device_of(optimizer.param_groups)
-        if device is not None:
-            refuse_while_captured(device, _FIRST)
         reason, absent = self._no_plan, {}
         if old_plan is not None:
             reason, absent = old_plan.reason(optimizer, rule), old_plan.absent(optimizer)
+        self.plan = self._plan_with(absent, needs_agreement=needs_agreement)
+        self._no_plan = "a Watch or skip_when was added or removed, or a step failed"
+        self.reasons[reason] += 1
+        return self.plan
+
+    def _plan_with(self, absent: dict[int, torch.dtype], *, needs_agreement: bool) -> Plan:
+        """A new plan, with rows also for the parameters in ``absent``; it makes missing states."""
+        optimizer, rule = self.optimizer, self.rule
+        device = device_of(optimizer.param_groups)
+        if device is not None:
+            refuse_while_captured(device, _FIRST)
         params = self.checks.check_plannable(rule, absent=absent)
-        self.plan = Plan(
+        return Plan(
             optimizer,
             rule,
             self.masters,
@@ -190,9 +218,6 @@ class RuleRunner(RefersToOptimizer):
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
         )
-        self._no_plan = "a Watch or skip_when was added or removed, or a step failed"
-        self.reasons[reason] += 1
-        return self.plan
 
     def _step_as_torch(self, request: Request) -> Decision | None:
         """Run torch's own step, or skip it as ``optimizer.skip_by`` says."""
@@ -279,6 +304,10 @@ class RuleStep(StepStrategy):
     def invalidate_plan(self) -> None:
         """See :class:`StepStrategy`."""
         self.runner.drop_plan()
+
+    def make_states(self) -> None:
+        """See :class:`StepStrategy`."""
+        self.runner.make_states()
 
     @torch.no_grad()
     def check_closure_gradients(self, request: Request) -> Decision | None:

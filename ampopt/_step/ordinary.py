@@ -181,6 +181,20 @@ class OrdinaryStep(StepStrategy):
         if self.runner is not None:
             self.runner.drop_plan()
 
+    def make_states(self) -> None:
+        """See :class:`StepStrategy`."""
+        if self.runner is not None:
+            self.runner.make_states()
+        elif self._make_state is None:
+            raise NotImplementedError(
+                f"initialize_states: the step() of {type(self.optimizer).__name__} makes its "
+                "states itself, so only a step can make them"
+            )
+        else:
+            for param in gradients.params_of(self.optimizer.param_groups):
+                if param.requires_grad:
+                    self._make_state(self.optimizer, param)
+
     def snapshot(self) -> Snapshot:
         """See :class:`StepStrategy`."""
         return Snapshot(self.optimizer, shared_keys=self._never_written)

@@ -229,6 +229,13 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
 
     @abstractmethod
+    def make_states(self) -> None:
+        """Make every state that a first step would make, also of parameters without a gradient.
+
+        Raises ``NotImplementedError`` if only a step can make them.
+        """
+
+    @abstractmethod
     def snapshot(self) -> Snapshot | None:
         """What to restore if ``step(closure)`` raises; ``None`` if it raises before any change."""
 

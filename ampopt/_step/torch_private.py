@@ -23,7 +23,9 @@ Some private names cannot be imported, because torch calls or reads them on ampo
   entry ``_growth_tracker`` of its state dict is part of the format.
 """
 
+import inspect
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -70,6 +72,7 @@ __all__ = [
     "root_of",
     "schema_of",
     "spin",
+    "undo_state_initialization",
     "storage_key",
     "uncoalesced_values",
     "uncompiled",
@@ -299,6 +302,31 @@ def flatten(mesh: Any) -> Any:
     Gone: one all-reduce after another, by ``get_all_groups``, as for a mesh without names.
     """
     return mesh._flatten()
+
+
+def undo_state_initialization(optimizer: Any) -> bool:
+    """Whether ``_init_optim_state`` of torch is stepping ``optimizer``; undo what it has changed.
+
+    ``get_state_dict`` of ``torch.distributed.checkpoint`` calls it to have a step make states: with
+    learning rates of 0, which it keeps in a local variable ``lrs``, and gradients of zero, where
+    there were none. After the step it calls ``zero_grad``.
+
+    Renamed: such a save discards what ``accumulate`` has summed.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = inspect.currentframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    lrs = iter(frame.f_locals["lrs"])
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = next(lrs)
+        for param in group["params"]:
+            param.grad = None
+    return True
 
 
 # --- measuring ------------------------------------------------------------------------------------

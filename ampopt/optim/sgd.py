@@ -88,6 +88,21 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
                 for param in group["params"]:
                     _complete_state(self.state.get(param, {}))
 
+    def initialize_states(self) -> None:
+        """Make every state; see :meth:`ampopt.Optimizer.initialize_states`.
+
+        Raises:
+            NotImplementedError: a group has momentum and dampening. Then a parameter has no buffer
+                in ``state_dict()`` before its first step, as in torch.
+        """
+        for group in self.param_groups:
+            if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
+                raise NotImplementedError(
+                    "initialize_states: with dampening, a first step differs from those with a "
+                    "momentum_buffer, so state_dict() has none before it"
+                )
+        super().initialize_states()
+
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. Synchronizes if there is dampening."""
         state_dict = super().state_dict()

@@ -559,3 +559,29 @@ def test_a_cycle_can_be_captured(monkeypatch):
         given.fill_(1.0)
         results.append(bits(params))
     assert results[0] == results[1]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without it")
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.SGD, Plain])
+def test_a_save_that_takes_a_step_to_make_states_is_refused_and_loses_nothing(cls):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    results = []
+    for saves in (False, True):
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1.0)
+        params = list(model.parameters())
+        optimizer = cls(params, lr=0.5)
+        give(params, 1.0, 2.0)
+        optimizer.accumulate(grads_scaled_by=1.0)
+        if saves:
+            with pytest.raises(RuntimeError, match=r"accumulate\(\) was called, and no step"):
+                get_state_dict(model, optimizer)
+            assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+            assert all(p.grad is None for p in params) and not optimizer.state
+        give(params, 1.0, 1.0)
+        assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+        results.append(bits(params))
+    assert results[0] == results[1]

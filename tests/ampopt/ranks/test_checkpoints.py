@@ -102,6 +102,45 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         assert all(seen == before[0] for seen in (*before, *after))
 
 
+def initialized(cls: Any, options: dict[str, Any]) -> None:
+    """Check that states are those that a skipped step makes, with the same shards."""
+    states = []
+    for initializes in (True, False):
+        model = model_of(torch.bfloat16)
+        optimizer = cls(model.parameters(), **options)
+        if initializes:
+            optimizer.initialize_states()
+        else:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float("inf"))
+            assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+        states.append(
+            {
+                (key, name): (
+                    bits(value.to_local() if hasattr(value, "to_local") else value),
+                    getattr(value, "placements", None),
+                    getattr(value, "device_mesh", None),
+                )
+                for key, state in optimizer.state_dict()["state"].items()
+                for name, value in state.items()
+            }
+        )
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (ampopt.AdamW, {"master_weights": True}),
+        (ampopt.AdamW, {"param_rounding": "stochastic"}),
+        (ampopt.Adafactor, {}),
+        (ampopt.LAMB, {"master_weights": True}),
+    ],
+)
+def test_initialized_states_are_sharded_as_those_of_a_step(two_ranks, cls, options):
+    two_ranks.run(initialized, cls, options)
+
+
 def misplaced() -> str:
     """The error of a step if the states of a sharded parameter are those of the whole parameter."""
     model, optimizer = made(ampopt, False)
