@@ -3,9 +3,9 @@
 :mod:`rank_messages` has the contents of the tensors, :mod:`ranks` says which ranks take part.
 """
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,7 +67,7 @@ class Agreement:
             step_has_collectives: whether the step itself makes a collective for each ``DTensor``
                 gradient, so that all ranks of a mesh need gradients of the same parameters.
         """
-        self._groups, self._settings = groups, settings
+        self._groups_of_model, self._settings = groups, settings
         self._names_ranks, self._mesh = names_ranks, mesh
         self._step_has_collectives = step_has_collectives and mesh is not None
         self._replicated = replicated
@@ -87,6 +87,28 @@ class Agreement:
             for param in group["params"]
             if is_copy or (is_dtensor(param) and not names_ranks)
         )
+
+    @property
+    def _groups(self) -> Sequence[Any]:
+        """The process groups to all-reduce over, one after another."""
+        apart = self._comparison.groups_apart.get(tuple(self._ranks))
+        return self._groups_of_model if apart is None else [apart]
+
+    def prepare_for_closures(self, device: torch.device, max_replays: int) -> None:
+        """Make all-reduces over a process group of their own from now on. The first call makes it.
+
+        A rank whose closure raises takes part in the all-reduces of the others, which may still be
+        in collectives of the model. In one group, the two would meet. Collective and synchronizing.
+
+        Args:
+            device: the device on which the step is decided.
+            max_replays: the number of times that an evaluation may be repeated.
+        """
+        groups_apart, ranks = self._comparison.groups_apart, tuple(self._ranks)
+        if len(ranks) == 1 or ranks in groups_apart:
+            return
+        self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
+        groups_apart[ranks] = torch.distributed.new_group(ranks, use_local_synchronization=True)
 
     def in_norm(self, tensor: Any, group: int, key: int) -> bool:
         """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.
@@ -184,10 +206,11 @@ class Agreement:
         return all_reduce(Partials([], None), tensor, device).flags_on(device)
 
     def join_without_gradients(self, device: torch.device) -> None:
-        """Take part in the all-reduce of the other ranks after the closure of this rank raised."""
-        with contextlib.suppress(RuntimeError):  # the error of the closure is the one to show
-            empty = Partials([], None)
-            self.exchange(Request(), ControlPoint.RAISED, empty, None, device, present=0)
+        """Take part in the all-reduce of the other ranks after the closure of this rank raised.
+
+        Does not wait for them, so that the error of the closure is seen.
+        """
+        self._post(self._rows.matrix(row_of(Request(), ControlPoint.RAISED), device))
 
     def closures(
         self,
@@ -198,12 +221,14 @@ class Agreement:
         finite: bool,
         raised: bool,
     ) -> tuple[bool, bool]:
-        """All-reduce the outcome of one evaluation of the closure. Synchronizes.
+        """All-reduce the outcome of one evaluation of the closure.
+
+        Synchronizes, but does not wait for other ranks if the closure has raised on this one.
 
         Args:
             device: the device on which the step is decided.
             max_replays: the number of times that an evaluation may be repeated.
-            evaluation: the number of the evaluation, from 1.
+            evaluation: the number of the evaluation, from 1; 0 before the first.
             finite: whether the loss is finite on this rank.
             raised: whether the closure raised on this rank.
 
@@ -225,6 +250,9 @@ class Agreement:
         rows[self.place, Column.LEFT_OUT] = self._settings.left_out()
         rows[self.place, Column.OVERFLOW] = float(not finite)
         rows[self.place, Column.SQUARES] = float(raised)
+        if raised:
+            self._post(rows)
+            return True, True
         self._all_reduce(rows, self._groups)
         self._comparison.compare(rows, row, self._ranks, self._settings, at_once=True)
         not_finite, raises = rows[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
@@ -303,11 +331,24 @@ class Agreement:
                 "max_norm makes no all-reduce, so all ranks have to pass a scale, or none"
             ) from error
 
+    def _post(self, rows: Tensor) -> None:
+        """Add up ``rows`` over the ranks in the background."""
+        if len(self._ranks) == 1:
+            return
+        options = torch.distributed.AllreduceOptions()
+        if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
+            options.timeout = _PATIENCE
+        (group,) = self._groups
+        self._comparison.posted.append(group.allreduce([rows], options))
+
     @property
     def _comparison(self) -> Comparison:
         """The comparison of requests in the first process group."""
-        return _COMPARISONS.setdefault(self._groups[0], Comparison())
+        return _COMPARISONS.setdefault(self._groups_of_model[0], Comparison())
 
+
+_PATIENCE = timedelta(seconds=10)
+"""How long the outcome of a closure that has raised waits for other ranks to read it."""
 
 _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
 """The comparison of each process group. It outlives an :class:`Agreement`."""

@@ -136,9 +136,8 @@ def step_with_unscaling_closure(
             result = closure(now)
         except Exception:
             if agreement is not None and ours.pending is None:
-                agreement.join_without_gradients(
-                    ours.decision_device
-                )  # which takes part in the all-reduce that the others' unscale runs
+                # in the all-reduce of the others' unscale
+                agreement.join_without_gradients(ours.decision_device)
             raise
         if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(
@@ -186,6 +185,8 @@ def _step_with_replays(
         raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
     check_bool("preserve_rng", preserve_rng)
     ours, groups = optimizer._ampopt, optimizer.param_groups
+    if agreement is not None:
+        agreement.prepare_for_closures(ours.decision_device, max_replays)
 
     @torch.enable_grad()
     def evaluate_and_check(scale: Any) -> tuple[Any, Verdict]:

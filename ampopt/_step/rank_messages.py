@@ -5,7 +5,7 @@ sum has every row as its rank wrote it, NaN and infinity too.
 """
 
 import enum
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,7 +65,7 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     CALL = 9
     PARAMS = 10  # a digest of shapes, dtypes and placements
     CLASSES = 11  # a digest of RankSettings
-    EVALUATION = 12  # number of the closure's evaluation, from 1
+    EVALUATION = 12  # number of the closure's evaluation, from 1; 0 before the first
     MAX_REPLAYS = 13  # of a closure
     GRADIENTS = 14  # how many, if the step makes a collective for each; else 0
     DROPS = 15  # 1 if an overflow skips the step
@@ -220,10 +220,16 @@ class Comparison:
     On a CPU at once. On an accelerator the check synchronizes for the first request of each kind;
     later matrices are copied to the host in the background, ``_EVERY`` of them at a time, and
     checked when the copy has arrived.
+
+    Attributes:
+        groups_apart: the process groups of :meth:`Agreement.prepare_for_closures`, by ranks.
+        posted: the last all-reduces that run in the background, kept until they end.
     """
 
     def __init__(self) -> None:
         """Start without matrices to check."""
+        self.groups_apart: dict[tuple[int, ...], Any] = {}
+        self.posted: deque[Any] = deque(maxlen=4)
         self._compared_kinds: set[RankRow] = set()
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
