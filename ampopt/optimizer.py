@@ -174,7 +174,8 @@ class Optimizer(torch.optim.Optimizer):
             and for FSDP1 (the default group is used).
 
             The gradients of each rank count towards the norm. ``replicated=True`` in a param group
-            says that all ranks hold copies of its parameters, which then count once.
+            says that all ranks hold copies of its parameters, which then count once;
+            ``replicated=[0, 2]`` says that ranks 0 and 2 do, this one among them.
 
             Copies of the optimizer have the same group; pickling an optimizer with a group is an
             error.
@@ -315,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does; ``replicated`` in ``param_group`` must be a bool."""
+        """Add a param group, as torch does; checks ``replicated`` in it."""
         if isinstance(param_group, dict):  # torch refuses anything else
             ranks.check_replicated(param_group)
         super().add_param_group(param_group)

@@ -3,7 +3,7 @@
 :mod:`rank_messages` has the contents of the tensors, :mod:`ranks` says which ranks take part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,7 @@ class Agreement:
         self,
         param_groups: Sequence[dict[str, Any]],
         replicated: Sequence[bool],
-        whole: frozenset[int],
+        holders: Mapping[int, Sequence[int]],
         groups: Sequence[Any],
         mesh: Any,
         settings: RankSettings,
@@ -56,7 +56,8 @@ class Agreement:
         Args:
             param_groups: the param groups of one optimizer, or of several.
             replicated: for each param group, whether each rank has a copy of its parameters.
-            whole: the ``id`` of each parameter that FSDP1 has flattened, and not sharded.
+            holders: by the ``id`` of a parameter, the ranks that hold the same elements of it. Only
+                of parameters that FSDP1 has flattened, and of param groups that name these ranks.
             groups: process groups to all-reduce over, one after another, so that every rank is
                 reached. There are several only for a mesh that has no group of all its ranks.
             mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
@@ -76,7 +77,7 @@ class Agreement:
         self._is_first = here == min(of_group(groups[0]) if names_ranks else ranks_of(mesh))
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._in_norm: dict[Any, bool] = {}  # by mesh and placements
-        self._whole = whole
+        self._holders, self._here = holders, here
         self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
         self.place = self._ranks.index(here)
         self._rows = RowsOnDevices(len(self._ranks), self.place)
@@ -121,9 +122,10 @@ class Agreement:
             group: the index of the parameter's param group.
             key: the ``id`` of the parameter.
         """
+        if key in self._holders:
+            return self._here == min(self._holders[key])
         if not is_dtensor(tensor):
-            is_shard = self._names_ranks and not self._replicated[group] and key not in self._whole
-            return self._is_first or is_shard
+            return self._is_first or (self._names_ranks and not self._replicated[group])
         where = tensor.device_mesh, tensor.placements
         if where not in self._in_norm:
             self._in_norm[where] = self._is_counted_copy(*where)

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ampopt._step.gradients import params_of
 from ampopt._step.rank_settings import RankSettings
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
-from ampopt._step.torch_private import is_flattened_by_fsdp1
+from ampopt._step.torch_private import is_flattened_by_fsdp1, replicas_of_fsdp1
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import DEFAULTS
 
@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 REPLICATED = "replicated"
-"""The key of a param group whose value ``True`` says: each rank has a copy of its parameters."""
+"""The key of a param group that says which ranks have a copy of its parameters: ``True`` for all,
+or a list of global ranks."""
 
 
 class NoCommonGroupError(RuntimeError):
@@ -83,6 +84,9 @@ def agreement(
         _check_has_ranks_of(meshes, process_group)
     elif not meshes:
         return None
+    holders = _holders(param_groups)
+    if process_group is not None:
+        _check_has_copies(holders, process_group)
     mesh = covering(meshes)
     if process_group is None and mesh is None:
         raise NoCommonGroupError(
@@ -93,7 +97,7 @@ def agreement(
     return Agreement(
         param_groups,
         replicated,
-        _whole_parameters(params_of(param_groups)),
+        holders,
         groups_of(mesh) if process_group is None else [process_group],
         mesh,
         _settings(optimizers, is_told=is_told),
@@ -202,12 +206,34 @@ def check_process_group(process_group: Any) -> None:
 
 
 def check_replicated(group: dict[str, Any]) -> bool:
-    """Whether the param group ``group`` says that each rank has a copy of its parameters.
+    """Whether the param group ``group`` says that every rank has a copy of its parameters.
 
     Raises:
-        TypeError: the value is neither ``True`` nor ``False``.
+        TypeError: the value is neither ``True``, nor ``False``, nor a list of ranks.
+        ValueError: the value is a list of ranks without this one.
     """
-    return check_bool("replicated of a param group", group.get(REPLICATED, False))
+    value = group.get(REPLICATED, False)
+    if not isinstance(value, (list, tuple)):
+        return check_bool("replicated of a param group", value)
+    if not all(type(rank) is int for rank in value):
+        raise TypeError(f"replicated of a param group must be a list of ranks, got {value!r}")
+    if _is_initialized() and torch.distributed.get_rank() not in value:
+        raise ValueError(
+            f"replicated of a param group must contain this rank, {torch.distributed.get_rank()}, "
+            f"got {value!r}: name the ranks that hold the same elements as this one"
+        )
+    return False
+
+
+def _check_has_copies(holders: Mapping[int, Sequence[int]], process_group: Any) -> None:
+    """Raise ``ValueError`` if ``process_group`` lacks a rank that has a copy of a parameter."""
+    every = set(torch.distributed.get_process_group_ranks(process_group))
+    if lacks := sorted(set().union(*holders.values()) - every):
+        raise ValueError(
+            f"process_group lacks the ranks {lacks}, which have copies of parameters of this rank, "
+            "so that copies could part: give a group that contains them; under "
+            "FullyShardedDataParallel with HYBRID_SHARD, leave process_group out"
+        )
 
 
 def _check_has_ranks_of(meshes: Sequence[Any], process_group: Any) -> None:
@@ -250,32 +276,43 @@ class UnpicklableGroup:
 # --- FSDP1 --------------------------------------------------------------------------------------
 
 
-_WHOLE: Any = WeakIdKeyDictionary()
-"""Whether each parameter that FSDP1 has flattened is replicated."""
+_HOLDERS: Any = WeakIdKeyDictionary()
+"""The ranks that hold the same elements of each parameter that FSDP1 has flattened."""
 
 
-def _whole_parameters(params: Iterable[Any]) -> frozenset[int]:
-    """The ``id`` of each of ``params`` that FSDP1 has flattened and not sharded.
+def _holders(param_groups: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    """By ``id``, the ranks that hold the same elements of a parameter, where that is known.
 
-    A parameter does not know its module, so the first call goes through all objects of the process.
+    A parameter of FSDP1 does not know its module, so the first call goes through all objects of the
+    process.
     """
-    flattened_params = [param for param in params if is_flattened_by_fsdp1(param)]
-    if not all(param in _WHOLE for param in flattened_params):
+    holders = {}
+    for group in param_groups:
+        if isinstance(ranks := group.get(REPLICATED, False), (list, tuple)):
+            holders.update((id(param), ranks) for param in group["params"])
+    flattened_params = [p for p in params_of(param_groups) if is_flattened_by_fsdp1(p)]
+    if not all(param in _HOLDERS for param in flattened_params):
         _note_strategies()
-    return frozenset(id(param) for param in flattened_params if _WHOLE.setdefault(param, False))
+    here = torch.distributed.get_rank()
+    return holders | {id(p): _HOLDERS.setdefault(p, [here]) for p in flattened_params}
 
 
 def _note_strategies() -> None:
-    """Note the sharding strategy of each FSDP1 module for its parameters."""
+    """Note which ranks hold the same elements, for the parameters of each FSDP1 module."""
     fsdp: Any = sys.modules["torch.distributed.fsdp"]
+    strategies = fsdp.ShardingStrategy
     # By type(m): isinstance reads __class__, which raises for a dead weakref.proxy.
     cls = fsdp.FullyShardedDataParallel
     modules = [m for m in gc.get_objects() if issubclass(type(m), cls)]
     # Outer modules first: an inner FSDP1 module has a strategy of its own.
     for module in sorted(modules, key=lambda module: -len(list(module.modules()))):
-        is_whole = module.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD
+        ranks = [torch.distributed.get_rank()]
+        if module.sharding_strategy == strategies.NO_SHARD:
+            ranks = torch.distributed.get_process_group_ranks(module.process_group)
+        elif "HYBRID" in module.sharding_strategy.name:
+            ranks = torch.distributed.get_process_group_ranks(replicas_of_fsdp1(module))
         for param in module.parameters():
-            _WHOLE[param] = is_whole
+            _HOLDERS[param] = ranks
 
 
 # --- what can be known without an agreement -------------------------------------------------------

@@ -12,11 +12,12 @@ from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.hyperparameters import Variants
-from ampopt._step.masters import Masters, needs_master
+from ampopt._step.masters import Masters, needs_low_bits, needs_master
 from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
+from ampopt._step.torch_private import is_flattened_by_fsdp1
 from ampopt.options import is_stochastic
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
@@ -86,12 +87,15 @@ class RuleRows:
         ]
         of = variants.add(groups, [(one.group, one.tensor) for one in params])
         flags = variants.flags(groups)
-        for one in params:
-            masters.of(groups[one.group], one.tensor)
         codecs = [
             codecs_of(rule, flags[variant], groups[one.group], one.tensor)
             for variant, one in zip(of, params, strict=True)
         ]
+        for one, own_codecs in zip(params, codecs, strict=True):
+            if is_flattened_by_fsdp1(one.tensor):
+                _refuse_flattened(rule, groups[one.group], one, own_codecs)
+        for one in params:
+            masters.of(groups[one.group], one.tensor)
         states = [
             state_of(optimizer, rule, one.tensor, flags[variant], own_codecs, complete_state)
             for variant, one, own_codecs in zip(of, params, codecs, strict=True)
@@ -235,6 +239,30 @@ def like_gradient(row: ParamRow) -> Tensor | None:
     """A tensor of ``row`` that has the layout of its gradient; ``None`` if there is none."""
     tensors = (row.param, row.copy)
     return next((t for t in tensors if t is not None and t.dtype == row.grad_dtype), None)
+
+
+def _refuse_flattened(
+    rule: Rule, group: dict[str, Any], one: ParamWithGrad, codecs: tuple[Codec | None, ...]
+) -> None:
+    """Raise if a step depends on the shape of a parameter that FSDP1 has flattened and cut.
+
+    Raises:
+        RuntimeError: the rule sums over whole parameters, or an element's bits depend on its place.
+    """
+    param = one.tensor
+    if rule.reduces:
+        what = "sums over whole parameters"
+    elif rule.draws or any(codecs) or _is_rounded_stochastically(group, param):
+        what = "uses the place of each element in its parameter, for random numbers or blocks"
+    elif needs_master(group, param) and needs_low_bits(group, param):
+        what = "uses the place of each element in its parameter, to round master weights"
+    else:
+        return
+    raise RuntimeError(
+        f"the step of {one.owner.name} {what}, but FullyShardedDataParallel has joined "
+        "parameters and cut the result, so that the optimizer does not know them: shard the model "
+        "by torch.distributed.fsdp.fully_shard (FSDP2)"
+    )
 
 
 def _is_rounded_stochastically(group: dict[str, Any], param: Tensor) -> bool:

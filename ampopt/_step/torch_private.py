@@ -69,6 +69,7 @@ __all__ = [
     "orthogonalize",
     "put_step_hooks",
     "pytree",
+    "replicas_of_fsdp1",
     "root_of",
     "schema_of",
     "spin",
@@ -289,6 +290,14 @@ def is_flattened_by_fsdp1(param: Any) -> bool:
     Gone: ranks decide apart; name a group.
     """
     return getattr(param, "_fsdp_flattened", False)
+
+
+def replicas_of_fsdp1(module: Any) -> Any:
+    """The group of ranks that hold the same shards of an FSDP1 module with a hybrid strategy.
+
+    Gone: ``module.process_group``'s complement in the ``device_mesh`` that was passed.
+    """
+    return module._inter_node_pg
 
 
 def root_of(mesh: Any) -> Any:

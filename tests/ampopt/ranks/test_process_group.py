@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.langevin import Langevin
 from support.local_ranks import mesh_of
 from support.optimizers import Plain
 from torch.nn import Parameter
@@ -462,17 +463,25 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()  # type: ignore
     model.zero_grad()
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": orig}
-    kind, group = ShardingStrategy[strategy], None
+    kind, mesh = ShardingStrategy[strategy], mesh_of(2, 2, names=("replicas", "shards"))
     if strategy == "HYBRID_SHARD":
-        mesh = mesh_of(2, 2, names=("replicas", "shards"))
-        group, options["device_mesh"] = mesh.get_group("shards"), mesh
+        options["device_mesh"] = mesh
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(model, sharding_strategy=kind, **options)
-    optimizer: Any = ampopt.SGD(model.parameters(), lr=0.5, process_group=group)
+    optimizer: Any = ampopt.SGD(model.parameters(), lr=0.5)
     model(data).square().mean().backward()
     optimizer.unscale_and_step(max_norm=1.0)
-    return [float(optimizer.grad_norm), float(expected)]
+    norm = float(optimizer.grad_norm)
+    for p in model.parameters():  # on one rank of one replica, after the reduction
+        if torch.distributed.get_rank() == 3 and p.grad is not None and p.grad.numel():
+            p.grad.view(-1)[0] = float("inf")
+    assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
+    if strategy == "HYBRID_SHARD":
+        optimizer.process_group = mesh.get_group("shards")
+        with pytest.raises(ValueError, match="have copies of parameters of this rank"):
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+    return [norm, float(expected)]
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
@@ -480,6 +489,65 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
 def test_fsdp1_has_the_norm_of_the_model_once(four_ranks, strategy, orig):
     for norm, expected in four_ranks.run(norms_under_fsdp1, strategy, orig):
         assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def in_replicas() -> tuple[float, bool]:
+    """The norm of four ranks, of which two and two hold the same part; and whether all skip."""
+    rank = torch.distributed.get_rank()
+    p = Parameter(torch.ones(1))
+    group = {"params": [p], "replicated": [rank % 2, rank % 2 + 2]}
+    optimizer: Any = ampopt.SGD([group], lr=0.5, process_group=world())
+    p.grad = torch.tensor([3.0 + rank % 2])
+    optimizer.unscale_and_step(max_norm=10.0)
+    p.grad = torch.tensor([float("inf" if rank == 3 else 1.0)])
+    return float(optimizer.grad_norm), optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
+
+
+def test_ordinary_tensors_may_be_replicated_on_some_ranks(four_ranks):
+    assert four_ranks.run(in_replicas) == [(5.0, True)] * 4
+    optimizer = ampopt.SGD([Parameter(torch.ones(1))], lr=0.5)
+    with pytest.raises(TypeError, match="must be a list of ranks, got"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(1))], "replicated": ["a"]})
+
+
+NEED_WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "LAMB": ("sums over whole parameters", {}),
+    "LARS": ("sums over whole parameters", {"lr": 0.1}),
+    "NovoGrad": ("sums over whole parameters", {}),
+    "Adafactor": ("sums over whole parameters", {}),
+    "Langevin": ("the place of each element in its parameter, for random", {"lr": 0.1}),
+    "8 bits": ("the place of each element in its parameter, for random", {"state_bits": 8}),
+    "stochastic": ("for random", {"param_rounding": "stochastic"}),
+    "24 bits": ("to round master weights", {"master_weights": True, "master_bits": 24}),
+}
+
+
+def needing_whole_parameters(name: str) -> str:
+    """The error of a step under FSDP1 that needs to know parameters as the model has them."""
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dtype = torch.bfloat16 if name in ("stochastic", "24 bits") else torch.float32
+    model: Any = torch.nn.Linear(256, 128, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    cls: Any = Langevin if name == "Langevin" else getattr(ampopt, name, ampopt.AdamW)
+    optimizer: Any = cls(model.parameters(), **NEED_WHOLE[name][1])
+    model(torch.ones(2, 256, dtype=dtype)).square().mean().backward()
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    except RuntimeError as error:
+        assert not any(map(len, optimizer.state.values()))
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", NEED_WHOLE)
+def test_fsdp1_refuses_steps_that_need_whole_parameters(two_ranks, name):
+    for text in two_ranks.run(needing_whole_parameters, name):
+        assert NEED_WHOLE[name][0] in text and "fully_shard (FSDP2)" in text
 
 
 def test_ranks_are_considered_once_torch_distributed_is_initialized(monkeypatch):
