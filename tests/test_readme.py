@@ -31,6 +31,7 @@ PRINTED = {
     "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],
     "LAMB, sums over a parameter": ["[2.6464, 4.3536]"],
     "Adafactor, rows and columns": ["[2.9595, 4.0640]", "torch.Size([2, 1])"],
+    "Vectors beside matrices": ["[0.9000, 1.1000]", "[0.8000, 1.2000]", "['momentum']"],
     "Langevin dynamics, random numbers": ["1.2"],
     "Schedule-free SGD, modes": ["[0.2500, 1.7500]"],
     "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
