@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.compiled import PATIENCE, Compiled
+from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
@@ -44,14 +43,8 @@ def set_backend(name: str) -> None:
     Args:
         name: the backend, one of these four.
 
-            ``"auto"``: Triton on accelerators that it compiles for, else eager. On the CPU, eager
-            until a C++ compiler, if there is one, has compiled the rule in a background process,
-            while training continues. The compiler is started when the rule has run for
-            a twentieth of a second, or in the first step, if parameters have more than 4 Mi
-            elements. The results are bitwise the same before and after. Where C++ and torch round
-            differently (``tl.exp`` and similar functions, the square root of float64, and the sums
-            over rows and columns of ``Rule(averages=)``), the first step waits for the compiler
-            instead, for about a third of a second.
+            ``"auto"``: Triton on accelerators that it compiles for, else eager. On the CPU,
+            compiled from the first step on, if there is a C++ compiler, else eager.
 
             ``"triton"``: always Triton. CPU tensors need its interpreter, which is meant for tests:
             set ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
@@ -64,7 +57,10 @@ def set_backend(name: str) -> None:
             ``"auto"`` uses the second folder then. If neither can be used, ``"auto"`` stays eager,
             with a warning.
 
-            ``"eager"``: always torch operations.
+            ``"eager"``: always torch operations. On the CPU, results are those of ``"compiled"``,
+            bitwise where every operation is exact; else (``tl.exp`` and similar functions, powers
+            in ``Rule.scalars``, the square root of float64, sums of ``Rule.reduce``, and norms)
+            within rounding.
 
     Raises:
         ValueError: ``name`` is not a backend.
@@ -175,12 +171,34 @@ def host_looking_away() -> Iterator[None]:
         _looks_away = before
 
 
-@functools.cache
 def _cpu_backend(name: str) -> Backend:
-    """The backend for CPU tensors if ``name`` is chosen; one object for each name."""
-    if name == "eager" or (name == "auto" and cpp_compiler() is None):
-        return Cpu()
-    return Compiled(patience=PATIENCE if name == "auto" else 0.0)
+    """The backend for CPU tensors if ``name`` is chosen."""
+    if name == "eager" or (name == "auto" and not _can_compile()):
+        return _eager_on_host()
+    return _compiled(name)
+
+
+def _can_compile() -> bool:
+    """Whether there is a C++ compiler, and it has compiled everything so far."""
+    return _has_compiler() and _compiled("auto").works
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    """Whether there is a C++ compiler."""
+    return cpp_compiler() is not None
+
+
+@functools.cache
+def _compiled(name: str) -> Compiled:
+    """The compiled backend, if ``name`` is chosen; one object for each name."""
+    return Compiled(falls_back=name == "auto")
+
+
+@functools.cache
+def _eager_on_host() -> Backend:
+    """The eager backend for CPU tensors."""
+    return Eager(host_sees=True)
 
 
 @functools.cache

@@ -118,7 +118,7 @@ def _of_device(device: torch.device) -> str:
 def _why(name: str, device: torch.device) -> str:
     """Why ``"auto"`` chooses backend ``name`` for ``device``."""
     if name == "compiled":
-        return "once a rule has run for a twentieth of a second; eager until then"
+        return "as there is a C++ compiler"
     if name == "triton":
         return "as Triton compiles for it"
     if device.type == "cpu":

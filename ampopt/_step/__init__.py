@@ -15,9 +15,10 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    norm; ``sharding`` has what ``DTensor`` parameters need.
 5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:
    *detect*, *control* and *update*.
-6. ``ampopt_kernels.cpu.backend`` is the CPU backend: small tensors in bundles (``cpu.bundles``),
-   and loops of C++ once they are compiled (``cpu.compiled``). The line that skips a step is in
-   ``CpuBackend.update``; the decision to skip is made in ``ampopt_kernels.step.Backend.control``.
+6. ``ampopt_kernels.cpu.compiled`` is the CPU backend: C++ made from the rule (``cpu.cpp``), called
+   once for each pass, with a table that has a row of addresses for each parameter (``cpu.table``).
+   The line that skips a step is in ``Compiled.update``; the decision to skip is made in
+   ``ampopt_kernels.step.Backend.control``.
 
 An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
 unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or

@@ -1,12 +1,12 @@
 """The eager backend: runs update rules as torch operations, on any device that torch supports.
 
 The decision to skip stays a tensor on the device: a skipped step computes the new values and then
-selects the old ones. For CPU tensors, which the host reads without a synchronization,
-``ampopt_kernels.cpu`` has backends that decide on Python numbers.
+selects the old ones. Where the host sees the tensors, on the CPU, a skipped step returns at once,
+and numbers of a rule (``h``) are Python's: their arithmetic is in float64, as in compiled C++.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +75,14 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
 
 
 class Eager(Backend):
-    """Torch operations on one parameter after another."""
+    """Torch operations on one parameter after another: the specification of every rule."""
 
     name = "eager"
     accumulate = accumulate_gradients
+
+    def __init__(self, *, host_sees: bool = False) -> None:
+        """Choose where decisions are made; see :attr:`Backend.host_sees`."""
+        self.host_sees = host_sees
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each row that has elements."""
@@ -118,7 +122,9 @@ class Eager(Backend):
         """See :meth:`Backend.line_sums`."""
         rule, sums = work.rule, {}
         assert rule is not None
-        for index, row, grad, coefficients in _before_reduce(work, rule, decision):
+        if self._sees_skip(decision):
+            return sums
+        for index, row, grad, coefficients in self._before_reduce(work, rule, decision):
             if row.row_column_states is not None and row.row_column_states.shard is not None:
                 inputs = (grad, *row.inputs)
                 sums[index] = sums_of(rule, row.row_column_states, row.flags, inputs, coefficients)
@@ -132,7 +138,9 @@ class Eager(Backend):
         n_terms = rule.widths(len(work.hyper[0])).terms
         sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device).unbind()
         sums = list(sums)
-        for index, row, whole, coefficients in _before_reduce(work, rule, decision):
+        if self._sees_skip(decision):
+            return torch.stack(sums)
+        for index, row, whole, coefficients in self._before_reduce(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*coefficients[:2], coefficients[2:])
             inputs = (whole, *row.inputs)
             if row.row_column_states is not None:
@@ -156,11 +164,15 @@ class Eager(Backend):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        skip, inverse, clip = decision.coefficients_on_device.unbind()
-        keep = functools.partial(_select, skip > 0)
+        if self._sees_skip(decision):
+            return
+        keep, (inverse, clip) = functools.partial(_select, decision.skip > 0), self._of(decision)
         rule = work.rule
         assert rule is not None
-        advanced = _advance(work, rule, keep, decision.sums)
+        if self.host_sees:
+            advanced = _advance_on_host(work, rule, decision.sums)
+        else:
+            advanced = _advance(work, rule, keep, decision.sums)
         for index, row, whole in work.present_rows():
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in advanced[index])
@@ -192,6 +204,35 @@ class Eager(Backend):
                 start = end
                 for old, new in zip(chunk, (param, *states, *copy, *scales), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
+
+    def _sees_skip(self, decision: Decision) -> bool:
+        """Whether the host sees that the step is skipped."""
+        return self.host_sees and decision.coefficients_on_host.skip > 0
+
+    def _of(self, decision: Decision) -> Sequence[Any]:
+        """The reciprocal of the scale and the clip coefficient."""
+        if self.host_sees:
+            return decision.coefficients_on_host[1:]
+        return decision.coefficients_on_device.unbind()[1:]
+
+    def _before_reduce(
+        self, work: Work, rule: Rule, decision: Decision
+    ) -> Iterator[tuple[int, ParamRow, Tensor, tuple[Any, ...]]]:
+        """Yield index, row and gradient of each row that has one, and the numbers for ``reduce``.
+
+        These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce``
+        returns.
+        """
+        coefficients: list[tuple[Any, ...]] = [()] * len(work.rows)
+        if self.host_sees:
+            for index, row, _ in work.present_rows():
+                coefficients[index] = rule.torch_before_reduce(*_on_host(work, row))[1]
+        else:
+            for group in _groups(work):
+                _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, coefficients)
+        for index, row, grad in work.present_rows():
+            h = (*self._of(decision), *coefficients[index])
+            yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
 
 
 def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
@@ -232,22 +273,6 @@ def _groups(work: Work) -> Iterator[_Group]:
         yield _Group(members, columns, s, h, work.rows[members[0]].flags)
 
 
-def _before_reduce(
-    work: Work, rule: Rule, decision: Decision
-) -> Iterator[tuple[int, ParamRow, Tensor, tuple[Any, ...]]]:
-    """Yield what :meth:`Work.stepped` does, and the numbers that ``reduce`` takes for the row.
-
-    These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce`` returns.
-    """
-    _, inverse, clip = decision.coefficients_on_device.unbind()
-    coefficients: list[tuple[Any, ...]] = [()] * len(work.rows)
-    for group in _groups(work):
-        _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, coefficients)
-    for index, row, grad in work.present_rows():
-        h = (inverse, clip, *coefficients[index])
-        yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
-
-
 def _advance(
     work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor], sums: Sums | None
 ) -> list[tuple[Any, ...]]:
@@ -269,6 +294,31 @@ def _advance(
                 copy([x for x, _ in pairs], [v for _, v in pairs])
         _hand_out(new_h, group.members, result)
     return result
+
+
+def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[Any, ...]]:
+    """The same on Python numbers, each row by itself; where the host knows that no step is skipped.
+
+    Functions of torch round differently in vectors than alone.
+    """
+    result: list[tuple[Any, ...]] = [()] * len(work.rows)
+    for index, row, _ in work.present_rows():
+        arguments = _on_host(work, row)
+        if sums is not None:
+            terms = (tuple(sums.each[index].tolist()), tuple(sums.totals.tolist()))
+            arguments = (*rule.torch_before_reduce(*arguments), row.flags, *terms)
+        new_s, new_h = rule.torch_scalars(*arguments)
+        for state, new in zip(row.scalars, new_s, strict=True):
+            if state is not None:
+                state.fill_(new)
+        result[index] = tuple(map(float, new_h))
+    return result
+
+
+def _on_host(work: Work, row: ParamRow) -> tuple[Any, ...]:
+    """The first three arguments of ``Rule.scalars`` and ``before_reduce``, as Python numbers."""
+    s = tuple(0.0 if state is None else state.item() for state in row.scalars)
+    return s, tuple(map(float, work.hyper[row.group])), row.flags
 
 
 def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]]) -> None:

@@ -4,7 +4,7 @@ A step sums terms over rows and columns (:func:`sums_of`), divides the sums by t
 computes new states and *factors* from these means (:func:`advance`). ``reduce`` and ``update`` read
 the factors, broadcast over the parameter. The states are small, so all backends advance them with
 torch operations. The sums read whole gradients: the CPU backend has a compiled loop for them
-(``cpu.calls``), Triton a kernel (``triton.lines``).
+(``averages`` in ``cpu.loops``), Triton a kernel (``triton.lines``).
 
 A *line* is a row or a column. Rows and columns here are those of matrices: the last two dimensions
 of a parameter.

@@ -383,50 +383,24 @@ class Rule:
 
     @functools.cached_property
     def torch_before_reduce(self) -> Any:
-        """``before_reduce`` on torch tensors."""
-        return self._before_reduce_in(torch_language.of_scalars)
-
-    @functools.cached_property
-    def host_before_reduce(self) -> Any:
-        """``before_reduce`` on CPU memory; each element has the bits that it would have alone."""
-        return self._before_reduce_in(torch_language.of_scalars_on_host)
-
-    def _before_reduce_in(self, language: Any) -> Any:
-        """``before_reduce`` on torch tensors, in ``language``."""
-        return torch_language.dividing(torch_language.bind(self.before_reduce, language))
+        """``before_reduce`` on torch tensors or Python numbers."""
+        return torch_language.dividing(
+            torch_language.bind(self.before_reduce, torch_language.of_scalars)
+        )
 
     @functools.cached_property
     def torch_scalars(self) -> Any:
-        """``scalars`` on torch tensors. Takes five arguments, and passes on as many as it needs."""
-        return self._scalars_in(torch_language.of_scalars)
+        """``scalars`` on torch tensors or Python numbers.
 
-    @functools.cached_property
-    def host_scalars(self) -> Any:
-        """``scalars`` on CPU memory; each element has the bits that it would have alone."""
-        return self._scalars_in(torch_language.of_scalars_on_host)
-
-    def _scalars_in(self, language: Any) -> Any:
-        """``scalars`` in ``language``, with arguments added at the end that it ignores."""
-        scalars, n = torch_language.bind(self.scalars, language), self.scalars_arguments
+        Takes five arguments, and passes on as many as it needs.
+        """
+        scalars = torch_language.bind(self.scalars, torch_language.of_scalars)
+        n = self.scalars_arguments
 
         def with_unused(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
             return scalars(*(s, h, flags, sums, totals)[:n])
 
         return torch_language.dividing(with_unused)
-
-    @functools.cached_property
-    def scalars_on_numbers(self) -> Any:
-        """``scalars(s, h, flags)`` on Python numbers: as :attr:`host_scalars`, but faster."""
-        scalars = torch_language.bind(self.scalars, torch_language.on_numbers)
-        n = self.scalars_arguments
-
-        def on_numbers(*arguments: Any) -> Any:
-            try:
-                return scalars(*arguments[:n])
-            except (ArithmeticError, ValueError):  # where devices have an infinity or NaN
-                return self.host_scalars(*arguments)
-
-        return on_numbers
 
     def width(self, n_hyper: int) -> int:
         """Length of the ``h`` of ``update``, given ``n_hyper`` hyperparameters."""

@@ -38,10 +38,10 @@ _filled = functools.partial(torch.full, ())  # of one number: half the time of t
 
 
 class Backend(ABC):
-    """How the passes of a step are carried out; the backends are ``eager``, ``cpu``, ``triton``."""
+    """How the passes of a step are carried out: ``eager``, ``compiled`` or ``triton``."""
 
     name: ClassVar[str]
-    host_sees: ClassVar[bool] = False
+    host_sees: bool = False
     """Whether tensors are on the host, so that reading one does not synchronize."""
 
     def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
@@ -238,6 +238,8 @@ def run(
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
+        # If something could not be compiled, "auto" has another backend now.
+        backends = [backend_for(work.device) for work in works]
     first_request, partials = _on(first.device, request), None
     if reads:
         requests = [first_request] + [_on(work.device, request) for work in others]

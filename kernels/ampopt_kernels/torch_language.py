@@ -9,7 +9,6 @@ import ctypes
 import functools
 import math
 import types
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -230,50 +229,6 @@ class _OfScalars:
         return getattr(_this_module, name)
 
 
-class _OfScalarsOnHost(_OfScalars):
-    """The language for scalars on the host: a tensor gets the bits that Python numbers would get.
-
-    Functions of torch round differently than those of Python, even for the square root of 2, and
-    some round differently in vectors. As scalars are few, each is computed by Python's function.
-    """
-
-    def __init__(self) -> None:
-        """Replace functions of tensors by functions of each element."""
-        each = {n: _of_each(f) for n, f in globals().items() if hasattr(f, "on_number")}
-        vars(self).update(each)
-        of_scalars = {"maximum": self._maximum, "minimum": self._minimum, "sqrt_rn": each["sqrt"]}
-        self.HELPERS = HELPERS | of_scalars
-
-    # Of 0.0 and -0.0, the first one.
-
-    def _maximum(self, a: Any, b: Any) -> Any:
-        """The larger of both, and NaN if one is."""
-        return self.where((a >= b) | (a != a), a, b)
-
-    def _minimum(self, a: Any, b: Any) -> Any:
-        """The smaller of both, and NaN if one is."""
-        return self.where((a <= b) | (a != a), a, b)
-
-
-def _of_each(function: Any) -> Callable[[Any], Any]:
-    """``function`` of one number, applied to each element of a float64 CPU tensor."""
-
-    def on_scalars(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return function(x)
-        values = x.reshape(-1).tolist()
-        try:
-            results = array("d", map(function.on_number, values))
-        except (
-            ValueError,
-            ArithmeticError,
-        ):  # undefined for one value: the slower function returns inf or NaN
-            results = array("d", map(function, values))
-        return torch.frombuffer(results, dtype=float64).reshape(x.shape)
-
-    return on_scalars
-
-
 class _OnNumbers:
     """The language for Python numbers only; functions raise where they are undefined."""
 
@@ -299,14 +254,12 @@ _NOT_LANGUAGE = {
     "in_float64",
     "jit",
     "of_scalars",
-    "of_scalars_on_host",
     "on_numbers",
     "math",
     "types",
     "torch",
     "Any",
     "Callable",
-    "array",
     "widest",
     "offered",
     "sys",
@@ -382,4 +335,4 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
-of_scalars, of_scalars_on_host, on_numbers = _OfScalars(), _OfScalarsOnHost(), _OnNumbers()
+of_scalars, on_numbers = _OfScalars(), _OnNumbers()

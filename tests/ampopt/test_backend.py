@@ -1,15 +1,12 @@
 """The choice of a backend: names, errors, and when the CPU backend compiles."""
 
-import inspect
 import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from support.object_loops import unavailable_loops
 from support.optimizers import Signed
 from torch.nn import Parameter
@@ -17,10 +14,9 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels.cpu import compiled, numbers
-from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu import gradients, table
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.eager import CHUNK, Eager
+from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import Library, cpp_compiler
@@ -38,9 +34,12 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start each test without a chosen backend, and without cached ones."""
     monkeypatch.setattr(backends, "_chosen", None)
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
-    backends._cpu_backend.cache_clear()
+    caches = (backends._compiled, backends._has_compiler, table._library, gradients._functions)
+    for cached in caches:
+        cached.cache_clear()
     yield
-    backends._cpu_backend.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def made(cls: Any = ampopt.AdamW, **options: Any) -> tuple[Parameter, Any]:
@@ -135,7 +134,7 @@ def test_triton_without_its_interpreter_says_how_to_get_it(monkeypatch):
     [
         ("auto", "cpu", Compiled),
         ("compiled", "cpu", Compiled),
-        ("eager", "cpu", Cpu),
+        ("eager", "cpu", Eager),
         ("eager", "cuda", Eager),
         ("auto", "mps", Eager),
         ("auto", "cuda", "triton"),
@@ -161,149 +160,34 @@ def test_each_device_has_its_backend(name, device, kind):
 
 
 class Compiler:
-    """Fakes compiled libraries: records those that were started, and completes them on demand."""
+    """Fakes the libraries of rules: records them, or fails."""
 
     def __init__(self) -> None:
-        self.started: list[Any] = []
-        self.done = False
+        self.started: list[str] = []
         self.fails: Exception | None = None
 
     def library(self, source: str, options: Any = ()) -> Any:
-        compiler = self
-
-        class Fake:
-            def start(self) -> None:
-                if source not in compiler.started:
-                    compiler.started.append(source)
-
-            def ready(self) -> bool:
-                return compiler.done and source in compiler.started
-
-            def load(self) -> Any:
-                self.start()
-                if compiler.fails is not None:
-                    raise compiler.fails
-                return Library(source, options).load()
-
-        return Fake()
+        self.started.append(source)
+        if self.fails is not None:
+            raise self.fails
+        return Library(source, options)
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """A fake compiler of rules; the loops over numbers are compiled before, as usual."""
-    numbers.loops()
+    """A fake compiler of rules; what reads gradients is compiled by the real one."""
     faked = Compiler()
-    monkeypatch.setattr(compiled, "Library", faked.library)
+    monkeypatch.setattr(table, "Library", faked.library)
     return faked
 
 
 @needs_compiler
-def test_auto_starts_the_compiler_after_some_steps_and_continues(compiler, monkeypatch):
-    monkeypatch.setattr(compiled.time, "perf_counter", Clock())
-    monkeypatch.setattr(backends, "PATIENCE", 5.0)  # and each eager step takes a second
+def test_auto_is_compiled_from_the_first_step_on(compiler):
     ampopt.set_backend("auto")
-    _, optimizer = made()
-    for step in range(1, 13):
-        optimizer.step()
-        assert len(compiler.started) == (step > 5)
-    _, other = made(ampopt.SGD)  # has used up no time
-    other.step()
+    results = [trained(steps) for steps in (1, 5)]
     assert len(compiler.started) == 1
-    assert "a twentieth of a second" in (inspect.getdoc(ampopt.set_backend) or "")
-    assert compiled.PATIENCE == 0.05
-
-
-@needs_compiler
-@pytest.mark.parametrize("more", [False, True])
-def test_auto_starts_the_compiler_in_the_first_step_of_many_elements(compiler, monkeypatch, more):
-    monkeypatch.setattr(backends, "PATIENCE", 5.0)
-    param, optimizer = made()
-    monkeypatch.setattr(compiled, "COMPILED_AT_ONCE", param.numel() - more)
-    ampopt.set_backend("auto")
-    optimizer.step()
-    assert len(compiler.started) == more
-
-
-class Clock:
-    """A clock that advances by a second whenever it is read."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-@needs_compiler
-@given(st.integers(0, 8), st.sampled_from([None, 0.5]), st.integers(1, 7))
-def test_results_do_not_depend_on_when_auto_changes_the_backend(change, max_norm, save):
-    """The eager backend runs up to step ``change``; a save and a load in between change nothing."""
-
-    def train(changes_at: int, saves_at: int = 0) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            faked = Compiler()
-            patch.setattr(compiled, "Library", faked.library)
-            patch.setattr(numbers, "loaded", numbers.loops() if changes_at < 9 else None)
-            backend = Compiled(patience=1e-9)
-            patch.setattr(backends, "_cpu_backend", lambda name: backend)
-            source = torch.Generator().manual_seed(0)
-            shapes = [(3,), (40, 7), (CHUNK + 3,)]
-            few = torch.randn(997, generator=source)  # and again, which draws faster
-
-            def drawn(shape: Any, start: int) -> torch.Tensor:
-                n = torch.Size(shape).numel()
-                return few.roll(start).repeat(n // 997 + 1)[:n].view(shape)
-
-            params = [Parameter(drawn(s, 0)) for s in shapes]
-            optimizer = ampopt.AdamW(params, lr=1 / 7, amsgrad=True)
-            for step in range(1, 9):
-                faked.done = step > changes_at
-                if step == saves_at:
-                    saved, params = optimizer.state_dict(), [Parameter(p.data) for p in params]
-                    optimizer = ampopt.AdamW(params, lr=1 / 7, amsgrad=True)
-                    optimizer.load_state_dict(saved)
-                for p in params:
-                    p.grad = drawn(p.shape, step) * 100
-                optimizer.unscale_and_step(grads_scaled_by=2.0**7, max_norm=max_norm)
-            used = bool(backend._functions)
-            return bits([(p, dict(optimizer.state[p])) for p in params]), used
-
-    numbers.loops()
-    before, used = train(9)
-    assert not used
-    after, used = train(change, save)
-    assert used == (change < 8)
-    assert after == before
-
-
-@needs_compiler
-def test_a_rule_that_others_round_is_compiled_at_its_first_step(compiler):
-    ampopt.set_backend("auto")
-    _, optimizer = made()
-    optimizer.step()
-    assert not compiler.started
-    param = Parameter(torch.ones(3, dtype=torch.float64))
-    param.grad = torch.ones_like(param)
-    ampopt.AdamW([param]).step()  # whose roots are torch's own
-    assert len(compiler.started) == 1
-
-
-@needs_compiler
-def test_sums_over_rows_and_columns_are_compiled_at_the_first_step(compiler):
-    """Compiled sums add in another order than torch, so results would depend on the time."""
-    ampopt.set_backend("auto")
-    runs = []
-    for compiler.done in (False, True):
-        backends._cpu_backend.cache_clear()
-        param = Parameter(torch.linspace(-3, 1, 990).reshape(33, 30))
-        optimizer = ampopt.Adafactor([param])
-        for step in range(3):
-            param.grad = (param.detach() * (step + 1)).sin() / 3
-            optimizer.step()
-        runs.append(bits([param, dict(optimizer.state[param])]))
-    assert "void averages(" in compiler.started[0]
-    assert runs[0] == runs[1]
+    ampopt.set_backend("compiled")
+    assert results == [trained(steps) for steps in (1, 5)]
 
 
 @needs_compiler
@@ -319,11 +203,10 @@ def test_compiled_compiles_at_the_first_use_of_each_kind(compiler):
 
 
 @needs_compiler
-def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler, monkeypatch):
+def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler):
     ampopt.set_backend("eager")
     expected = trained(4)
-    compiler.done, compiler.fails = True, RuntimeError("no header")
-    monkeypatch.setattr(backends, "PATIENCE", 1e-9)
+    compiler.fails = RuntimeError("no header")
     ampopt.set_backend("auto")
     with pytest.warns(RuntimeWarning, match="no header.*staying on the eager") as seen:
         assert trained(4) == expected
@@ -361,10 +244,8 @@ def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "shared").chmod(0o777)
     # Loops stay with the folder they are sought in.
     monkeypatch.setattr(objects, "loops", unavailable_loops())
-    numbers.library.cache_clear()
     place.cache_clear()
     yield tmp_path / "shared"
-    numbers.library.cache_clear()
     place.cache_clear()
 
 
@@ -383,7 +264,6 @@ def test_compiled_refuses_a_cache_that_others_can_write_and_auto_takes_another(s
     assert bits(param) == before
     ampopt.set_backend("eager")
     expected = trained(4)
-    monkeypatch.setattr(backends, "PATIENCE", 1e-9)
     ampopt.set_backend("auto")
     assert trained(4) == expected
     assert not any(shared.iterdir()) and any(shared.parent.glob("ampopt-*/*"))
@@ -394,7 +274,6 @@ def test_without_a_place_for_what_is_compiled_auto_is_eager(shared, monkeypatch)
     ampopt.set_backend("eager")
     expected = trained(4)
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    monkeypatch.setattr(backends, "PATIENCE", 1e-9)
     ampopt.set_backend("auto")
     with pytest.warns(RuntimeWarning, match="Set XDG_CACHE_HOME.*staying on the eager") as seen:
         assert trained(4) == trained(4) == expected
@@ -418,7 +297,7 @@ def test_without_a_compiler_auto_is_eager_with_the_same_results(monkeypatch):
     expected = trained(3)
     monkeypatch.setattr("shutil.which", lambda _: None)
     ampopt.set_backend("auto")
-    assert type(backends.backend_for(torch.device("cpu"))) is Cpu
+    assert type(backends.backend_for(torch.device("cpu"))) is Eager
     assert trained(3) == expected
 
 

@@ -4,7 +4,6 @@ import pytest
 from support.kernel_rows import BLOCK, CHUNK
 
 from ampopt_kernels import eager
-from ampopt_kernels.cpu import bundles, torch_functions
 from ampopt_kernels.language import HAS_TRITON
 
 
@@ -13,8 +12,6 @@ def small_chunks():
     """Chunk sizes change speed, not results; Triton's interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
-        patch.setattr(torch_functions, "CHUNK", CHUNK)
-        patch.setattr(bundles, "SMALL", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels.triton import detect, table
 

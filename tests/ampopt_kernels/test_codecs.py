@@ -20,8 +20,6 @@ from ampopt_kernels.codecs import (
     n_blocks,
     uniform,
 )
-from ampopt_kernels.cpu import torch_functions
-from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
@@ -39,7 +37,6 @@ def chunks_of_whole_blocks(small_chunks):
     """Make chunks a multiple of a block, as they are outside of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
-        patch.setattr(torch_functions, "CHUNK", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels.triton import table
 
@@ -171,7 +168,7 @@ def test_a_codec_that_cannot_work_is_refused_where_it_is_written():
 
 
 def backends():
-    by_name = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
+    by_name = {"eager": Eager(), "cpu": Eager(host_sees=True), "compiled": Compiled()}
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.kernel_rows import CPU, fingerprint
 
-from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
@@ -104,7 +103,7 @@ REPLACE = Rule(update=_replace, hyper=("unused",), state=(State("old", dtype=tor
 
 
 def backends():
-    by_name = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
+    by_name = {"eager": Eager(), "cpu": Eager(host_sees=True), "compiled": Compiled()}
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 

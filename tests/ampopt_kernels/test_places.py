@@ -7,7 +7,6 @@ import torch
 from support.langevin import Shaken
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
@@ -27,7 +26,7 @@ ROWS = [(Places(2**40), 9), (Places(5, NEAR), 300), (Places(5, FAR), 9300), (Pla
 
 
 def backends() -> list[Any]:
-    classes: list[Any] = [Eager, Cpu, *[Compiled] * bool(cpp_compiler())]
+    classes: list[Any] = [Eager, *[Compiled] * bool(cpp_compiler())]
     if HAS_TRITON:
         from ampopt_kernels.triton.backend import Triton
 

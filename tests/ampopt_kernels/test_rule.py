@@ -4,22 +4,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ampopt_kernels import (
     Rule,
     State,
-    as_float32,
-    div_rn,
     jit,
-    maximum,
-    minimum,
-    power,
     rules,
-    sign,
-    sqrt_rn,
-    tl,
 )
 from evidence.aot import count_hyper
 
@@ -121,30 +111,6 @@ def test_width_is_what_scalars_return():
 def test_without_scalars_hyperparameters_pass_through():
     rule = Rule(update=update, hyper=("lr",))
     assert rule.torch_scalars((), (0.1,)) == ((), (0.1,))
-
-
-@jit
-def every_function(s, h):
-    (x,), (y,) = s, h
-    of_one = (tl.abs(x), tl.ceil(x), tl.cos(x), tl.exp(x), tl.exp2(x), tl.floor(x), tl.log(x))
-    of_one += (tl.log2(x), tl.rsqrt(x), tl.sigmoid(x), tl.sin(x), tl.sqrt(x), as_float32(x))
-    of_two = (div_rn(x, y), maximum(x, y), minimum(x, y), power(x, y), tl.where(x > y, 0.3, 0.7))
-    return (x + 1,), (*of_one, sign(x), sqrt_rn(x), *of_two)
-
-
-@given(
-    counts=st.lists(st.floats(-8, 8) | st.integers(0, 10**6).map(float), min_size=1, max_size=9),
-    lr=st.floats(0.0625, 8),
-)
-def test_scalars_have_the_same_bits_for_one_parameter_as_among_others(counts, lr):
-    """Scalars are numbers if all parameters have the same count, and tensors otherwise."""
-    rule = Rule(update=update, scalars=every_function, hyper=("lr",), scalar_state=(State("n"),))
-    wide = [torch.tensor(x, dtype=torch.float64) for x in (counts, lr)]
-    (together,), h = rule.host_scalars((wide[0],), (wide[1],), ())
-    for i, count in enumerate(counts):
-        (alone,), numbers = rule.scalars_on_numbers((count,), (lr,), ())
-        expected = [float(x).hex() for x in (alone, *numbers)]
-        assert [float(x[i]).hex() for x in (together, *h)] == expected
 
 
 def test_runs_on_tensors():

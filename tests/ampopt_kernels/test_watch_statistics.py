@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU, ENGINES
 from support.strategies import fewer
 
-from ampopt_kernels.cpu import numbers
-from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
     CAUSES,
@@ -27,16 +24,6 @@ from ampopt_kernels.watch_statistics import (
 )
 
 PLACES, LAST = 3, 4
-
-
-def compiled():
-    if cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
-    numbers.loops()
-    return Compiled()
-
-
-ALL = {**ENGINES, "compiled": compiled}
 
 
 @dataclass
@@ -122,11 +109,11 @@ def defined(history):
     return table, totals, ring
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", ENGINES)
 @fewer(0.5)
 @given(history=st.lists(steps, max_size=6))
 def test_each_backend_notes_what_is_defined(engine, history):
-    backend, statistics, uploads = ALL[engine](), zeros(PLACES, LAST, CPU), Uploads()
+    backend, statistics, uploads = ENGINES[engine](), zeros(PLACES, LAST, CPU), Uploads()
     for number, step in enumerate(history, start=1):
         report, parts = step.found()
         attempt, notes_step = step.attempt(number), step.notes_step
@@ -143,9 +130,9 @@ def test_each_backend_notes_what_is_defined(engine, history):
         assert squares == expected
 
 
-@pytest.mark.parametrize("engine", ["triton", "compiled"])
+@pytest.mark.parametrize("engine", ["triton"])
 def test_a_parameter_in_several_parts_is_one(engine):
-    backend, statistics = ALL[engine](), zeros(1, 1, CPU)
+    backend, statistics = ENGINES[engine](), zeros(1, 1, CPU)
     parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
     for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
         report = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)

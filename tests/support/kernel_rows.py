@@ -1,5 +1,6 @@
 """Rows for detect, control and update, built in guarded memory from drawn numbers, and backends."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import rules
-from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend
 from ampopt_kernels.work import ParamRow, Work
@@ -53,9 +55,16 @@ def _triton() -> Backend:
     return Triton()
 
 
+def _compiled() -> Backend:
+    if cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    return Compiled()
+
+
 ENGINES: dict[str, Callable[[], Backend]] = {
     "eager": Eager,
-    "cpu": Cpu,
+    "eager on the host": functools.partial(Eager, host_sees=True),
+    "compiled": _compiled,
     "triton": _triton,
 }
 each_engine = pytest.mark.parametrize("engine", ENGINES)

@@ -1,7 +1,7 @@
 """Translate a rule to C++ before its first step.
 
-The eager backend runs what Triton and the translation to C++ refuse. Without this check such a rule
-would stay on the eager backend under ``auto``, at half the speed, and no one would know.
+The eager backend runs what Triton and the translation to C++ refuse. This check makes all backends
+refuse the same rules.
 """
 
 import torch
@@ -10,9 +10,8 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.check_rule.advice import advice
 from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.source import raised_at
-from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.cpp import Kind, translate
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program
-from ampopt_kernels.cpu.scalars import scalars_source
 from ampopt_kernels.rule import Rule
 
 __all__ = ["check"]
@@ -31,18 +30,12 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
         ValueError: a function of the rule cannot be translated. The message has the line, and what
             to write instead.
     """
-    widths = rule.widths(n_hyper)
-    roles = {"update": widths.update}
-    if rule.reduces:
-        roles["reduce"] = widths.reduce
-    if rule.row_column_states_for(flags):
-        roles["averages"] = widths.reduce
     dtypes = (torch.float32,) * (2 + len(rule.state_for(flags)))
+    kind = Kind(rule, flags, dtypes, (torch.float32,) * len(rule.scalar_state), n_hyper)
     role = "scalars"
     try:
-        scalars_source(rule, flags, (torch.float32,) * len(rule.scalar_state), 2 + n_hyper)
-        for role, width in roles.items():
-            source_of(rule, flags, dtypes, 2 + width, role)
+        for role in kind.roles:
+            translate(kind, role)
         for name, function, n in functions_of(rule):
             role = name
             block = Program(torch.float32).new(torch.float32, "x", varies=True)

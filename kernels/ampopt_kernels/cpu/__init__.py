@@ -1,1 +1,1 @@
-"""The backends for CPU tensors: torch operations or compiled C++, with small tensors in bundles."""
+"""The compiled backend for CPU tensors: C++ made from a rule, over a table of addresses."""

@@ -1,167 +1,342 @@
 """Translates a rule to C++ by running its functions once on expressions in place of tensors.
 
 This is the third implementation of the language that rules are written in, after Triton and
-``torch_language``. The C++ performs the same operations as ``torch_language`` in the same order and
-precision, each rounded as IEEE 754 requires, so the results are bitwise the same. Two exceptions
-make a source inexact: functions that IEEE 754 does not specify, such as the exponential, come from
-another library than torch's; and sums over matrix rows and columns are added in another order.
+``torch_language``. The C++ performs the same operations on elements as ``torch_language`` in the
+same order and precision, each rounded as IEEE 754 requires, so the results are bitwise those of
+the eager backend, given the same numbers ``h``. Exceptions are functions that IEEE 754 does not
+specify, such as the exponential, and the square root of float64: torch calls other libraries.
 
-Arithmetic on Python numbers (``h``) is done in float64, once for each call, as in Python.
+Arithmetic on numbers (``h``, and all of ``Rule.scalars``) is done in float64, with the bits of
+Python's functions.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from ampopt_kernels import places, random_numbers, torch_language
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.cpu import loops
 from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
-from ampopt_kernels.cpu.loops import (
-    AVERAGES,
-    BLOCKS,
-    PREAMBLE,
-    SPREAD,
-    SUMS,
-    UPDATE,
-    WHOLE_BLOCKS,
-)
 from ampopt_kernels.cpu.low_bits import LowBits
-from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.language import up_or_down
+from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
-__all__ = ["CppSource", "source_of"]
+__all__ = ["BLOCK", "OPTIONS", "PART", "Kind", "source_of", "translate"]
 
+BLOCK = 1 << 6
+"""Elements of a block: a few terms of it in float64 fit the first cache of a core."""
 CONVERTED = 320
 """Elements of a block of an update that converts half precision, such as gradients, beside float32
 parameters. Each of its loops reads so much of one tensor after another, which takes up to a seventh
 less time than 64 elements do; with parameters and states in half precision, up to a fifth more."""
+PART = 1 << 11
+"""Elements of which one thread adds up the terms of ``reduce`` or ``averages``."""
+WORTH_THREADS = 1 << 16
+"""Elements of a pass, more of which threads share: for fewer, that takes longer than the work."""
+OPTIONS = ("-fno-builtin",)
+"""Compiler options for a source: no function of the C library is replaced by another one, or
+computed by the compiler, so that scalars have the bits of Python's functions."""
 
 
-@dataclass(frozen=True)
-class CppSource:
-    """A translated rule.
+class Kind(NamedTuple):
+    """What is compiled into a library; rows of one kind share a table and a call.
 
     Attributes:
-        text: C++ that defines ``update``, ``sums`` or ``averages``; see ``loops``.
-        exact: whether its results are bitwise those of the eager backend.
-        options: compiler options in addition to those of every library.
-    """
-
-    text: str
-    exact: bool
-    options: tuple[str, ...] = ()
-
-
-def source_of(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    dtypes: tuple[torch.dtype, ...],
-    width: int,
-    role: str = "update",
-    rounds_stochastically: bool = False,
-    jumps: int = 0,
-    codecs: tuple[Codec | None, ...] = (),
-) -> CppSource:
-    """Translate a function of ``rule`` to C++.
-
-    In the array of tensors that the C++ takes, the scales of states with codecs follow the tensors;
-    or ``RowColumnStates.addresses``, if the rule has row and column states, for ``averages`` only
-    the two sizes of the matrix. If the rule draws random numbers, or anything is rounded
-    stochastically, ``h`` goes on with the place of the first element, the key (if anything is
-    rounded), and three numbers for each of the ``jumps``.
-
-    Args:
         rule: the update rule.
         flags: its flags.
-        dtypes: the dtypes of gradient, parameter, elementwise states, and the low-precision copy
-            or the low bits of a 24-bit master, if there are any.
-        width: the length of ``h``: the reciprocal of the scale, the clip coefficient, and the
-            numbers that the function takes as ``h``.
-        role: which function: ``"update"``, ``"reduce"`` or ``"averages"``. Only ``"update"`` may
-            have a copy.
-        rounds_stochastically: whether to round the parameter, bfloat16, stochastically.
-        jumps: the number of jumps in the places of the elements; see ``places``.
+        dtypes: the dtypes of gradient, parameter, elementwise states, and the low-precision copy or
+            the low bits of a master weight, if there are any.
+        scalar_dtypes: the dtype of each scalar state, float32 or float64; ``None`` where the flags
+            omit it.
+        n_hyper: the number of hyperparameters, tuples flattened.
+        rounds: whether the parameter, bfloat16, is rounded stochastically.
         codecs: the codec of each state, or ``None``. Empty if no state has one.
+        jumps: the number of jumps in the places of the elements; see ``places``.
+    """
+
+    rule: Rule
+    flags: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    scalar_dtypes: tuple[torch.dtype | None, ...]
+    n_hyper: int
+    rounds: bool = False
+    codecs: tuple[Codec | None, ...] = ()
+    jumps: int = 0
+
+    @property
+    def keyed(self) -> bool:
+        """Whether anything is rounded stochastically, with a key for each step."""
+        return self.rounds or bool(self.codecs) or LOW_BITS in self.dtypes
+
+    @property
+    def placed(self) -> bool:
+        """Whether a row needs the places of its elements, from which random numbers follow."""
+        return self.keyed or self.rule.draws
+
+    @property
+    def n_tensors(self) -> int:
+        """The number of addresses of a row before those of scalar states; see ``table``."""
+        parts = len(self.rule.row_column_states_for(self.flags))
+        scales = sum(codec is not None and codec.has_scales for codec in self.codecs)
+        return len(self.dtypes) + scales + (parts + 2) * bool(parts)
+
+    def width_of(self, role: str) -> int:
+        """How many numbers a row takes for ``"update"``, or for ``"reduce"``."""
+        widths = self.rule.widths(self.n_hyper)
+        if role == "reduce":
+            return 2 + widths.reduce
+        of_places = (1 + self.keyed + places.NUMBERS * self.jumps) * self.placed
+        return 2 + widths.update + of_places
+
+    @property
+    def roles(self) -> "dict[str, Callable[[Kind], str]]":
+        """The functions of the rule that are translated, in an order for the compiler."""
+        roles: dict[str, Callable[[Kind], str]] = {"scalars": _scalars, "update": _update}
+        if self.rule.reduces:
+            roles |= {"before_reduce": _before_reduce, "reduce": _reduce}
+        if self.rule.row_column_states_for(self.flags):
+            roles["averages"] = _averages
+        return roles
+
+
+def source_of(kind: Kind) -> str:
+    """Translate a rule to C++: one library with a function for each pass over a table.
+
+    Args:
+        kind: the rule, and what its library is compiled for.
 
     Raises:
         Exception: the rule uses something that the language does not have; of any type, as the
             functions of the rule run here.
     """
-    compute = arithmetic(*dtypes[:2])
-    program = Program(compute)
-    block = BLOCK  # of a sum, which is added up block by block
-    converts = any(dtype in DTYPES and DTYPES[dtype].load for dtype in dtypes)
-    if role == "update":
-        blocks = [codec.block for codec in codecs if codec is not None]
-        if converts and not blocks and not DTYPES[dtypes[1]].load:
-            blocks = [CONVERTED]
-        block = max([BLOCK, *blocks])
-    coded = CodedStates(program, codecs, len(dtypes), block)
-    n_state = len(rule.state_for(flags))
-    low, n_tensors = LowBits(program, dtypes, 2 + n_state), len(dtypes)
-    dtypes = dtypes[: n_tensors - bool(low)]
-    for i, dtype in enumerate(dtypes):
-        pointer = f"{(CODES.get(dtype) or DTYPES[dtype]).c_type}*"
-        program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
-        if i not in coded and DTYPES[dtype].load:
-            program.before.append(f"alignas(64) float w{i}[BLOCK];")
-    inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
-    grad, *values = (
-        coded.decoded(i, program) if i in coded else program.new(compute, _element(i, dtype), True)
-        for i, dtype in enumerate(dtypes)
+    head = loops.TABLE.format(
+        tensors=kind.n_tensors,
+        scalars=len(kind.scalar_dtypes),
+        placed=str(kind.placed).lower(),
+        jumps=places.NUMBERS * kind.jumps,
+        worth_threads=WORTH_THREADS,
     )
-    param = low.joined(values[0]) if low else values[0]
-    function = torch_language.bind(getattr(rule, role), LANGUAGE)
-    row_column_states, state = rule.row_column_states_for(flags), values[1 : 1 + n_state]
-    statements = coded.scales()
-    for i, part in enumerate(row_column_states if role != "averages" else (), n_tensors):
-        m, n = (f"(int64_t)tensors[{n_tensors + len(row_column_states) + k}]" for k in range(2))
-        c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
-        program.before.append(f"{c} t{i}[BLOCK];")
-        program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
-        statements.append(f"spread{i}.next(size, t{i});")
-        state.append(program.new(compute, f"t{i}[i - block]", True))
-    arguments = (param, grad * inverse * clip, tuple(state), tuple(rest), flags)
-    preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(row_column_states)}"
-    if role != "update":
-        loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
-        terms = function(*arguments)
-        for k, term in enumerate(terms):
-            program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
-        indices = [i for i, x in enumerate((grad, *values)) if x.used]
-        statements += _widened(dtypes, (grad, *values), coded)
-        of_rows = ", ".join(str(int(part.shape == "rows")) for part in row_column_states)
-        sizes = {"part": PART, "n_terms": len(terms), "n_tensors": n_tensors, "width": width}
-        text = loop.format(**sizes, of_rows=of_rows, **program.body(indices, statements))
-        return CppSource(preamble + text, program.exact and role == "reduce")
-    keyed = rounds_stochastically or bool(coded) or bool(low)
-    if rule.draws or keyed:
-        preamble += random_numbers.CPP
+    parts = [loops.PREAMBLE, head]
+    parts += [loops.SPREAD] * bool(kind.rule.row_column_states_for(kind.flags))
+    parts += [random_numbers.CPP] * kind.placed + [places.CPP] * bool(kind.jumps)
+    return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
+
+
+def translate(kind: Kind, role: str) -> str:
+    """The C++ of one function of a rule: a namespace; see ``loops``.
+
+    Args:
+        kind: as for :func:`source_of`.
+        role: one of ``kind.roles``.
+
+    Raises:
+        Exception: as :func:`source_of`.
+    """
+    return f"namespace of_{role} {{\n{kind.roles[role](kind)}\n}}"
+
+
+# --- scalars -------------------------------------------------------------------------------------
+
+
+def _scalars(kind: Kind) -> str:
+    """C++ of ``scalars``, after ``before_reduce`` if the rule has a ``reduce``."""
+    return _of_scalars(kind, with_sums=True)
+
+
+def _before_reduce(kind: Kind) -> str:
+    """C++ of ``before_reduce``, which stores nothing."""
+    return _of_scalars(kind, with_sums=False)
+
+
+def _of_scalars(kind: Kind, *, with_sums: bool) -> str:
+    """C++ that computes the numbers of rows, and stores their scalar states if ``with_sums``."""
+    rule, flags, dtypes = kind.rule, kind.flags, kind.scalar_dtypes
+    program = Program(torch.float64)
+
+    def numbers(name: str, of: Iterable[int]) -> tuple[Any, ...]:
+        return tuple(program.new(torch.float64, f"{name}[{i}]", False) for i in of)
+
+    states = [
+        "" if dtype is None else f"*({C_TYPES[dtype]}*)row[TENSORS + {i}]"
+        for i, dtype in enumerate(dtypes)
+    ]
+    inputs = [state or "0" for state in states]
+    s, h = numbers("inputs", range(len(dtypes))), numbers("h", range(kind.n_hyper))
+    stores, of_places = [], []
+    if rule.reduces:
+        s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
+    if with_sums:
+        n_terms = rule.widths(kind.n_hyper).terms
+        inputs += [f"sums[row[0] * {n_terms} + {i}]" for i in range(n_terms)]
+        sums = numbers("inputs", range(len(dtypes), len(inputs)))
+        totals = numbers("totals", range(n_terms * (rule.scalars_arguments > 4)))
+        function = torch_language.bind(rule.scalars, LANGUAGE)
+        s, h = function(*(s, h, flags, sums, totals)[: rule.scalars_arguments])
+        program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
+        stores = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
+        if kind.placed:
+            of_places = ["row[FIRST]"] + ["*(int64_t*)row[KEY]"] * kind.keyed
+            of_places += [f"row[JUMPS + {i}]" for i in range(places.NUMBERS * kind.jumps)]
+    results = [*(cast(x, torch.float64) for x in h), *of_places]
+    program.before += [f"result[{i}] = {x};" for i, x in enumerate(results, 2)]
+    inputs.append("0")  # an array has at least one element
+    return loops.SCALARS.format(
+        n_inputs=len(inputs),
+        inputs=", ".join(inputs),
+        n_hyper=kind.n_hyper,
+        width=2 + len(results),
+        placed=str(bool(of_places)).lower(),
+        statements="\n            ".join(program.before),
+        stores="\n        ".join(stores),
+    )
+
+
+# --- elements ------------------------------------------------------------------------------------
+
+
+class _Elements:
+    """The expressions for one element of each tensor of a row, in a loop over blocks.
+
+    Attributes:
+        program: the program of the loop.
+        n_state: the number of elementwise states.
+        coded: the states with codecs.
+        low: the low bits of a 24-bit master.
+        dtypes: the dtypes of the tensors but low bits.
+        read: the expression for each of these tensors.
+        arguments: the arguments of the rule's function.
+        statements: C++ that runs for each block, before its elements.
+    """
+
+    def __init__(self, kind: Kind, width: int, block: int, *, factors: bool = True) -> None:
+        """Declare the tensors.
+
+        Args:
+            kind: the rule, and what its library is compiled for.
+            width: how many numbers the function of the rule takes.
+            block: the number of elements of a block.
+            factors: whether the function takes the factors of rows and columns.
+        """
+        rule, compute = kind.rule, arithmetic(*kind.dtypes[:2])
+        self.program = program = Program(compute)
+        self.coded = coded = CodedStates(program, kind.codecs, len(kind.dtypes), block)
+        self.n_state = len(rule.state_for(kind.flags))
+        self.low = LowBits(program, kind.dtypes, 2 + self.n_state)
+        self.dtypes = kind.dtypes[: len(kind.dtypes) - bool(self.low)]
+        for i, dtype in enumerate(self.dtypes):
+            pointer = f"{(CODES.get(dtype) or DTYPES[dtype]).c_type}*"
+            declared = f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);"
+            program.before.append(declared)
+            if i not in coded and DTYPES[dtype].load:
+                program.before.append(f"alignas(64) float w{i}[BLOCK];")
+        inverse, clip, *h = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
+        self.read = [
+            coded.decoded(i, program) if i in coded else program.new(compute, _at(i, dtype), True)
+            for i, dtype in enumerate(self.dtypes)
+        ]
+        grad, *values = self.read
+        param = self.low.joined(values[0]) if self.low else values[0]
+        state, self.statements = values[1 : 1 + self.n_state], coded.scales()
+        parts = rule.row_column_states_for(kind.flags) if factors else ()
+        for i, part in enumerate(parts, kind.n_tensors - 2 - len(parts)):
+            m, n = (f"(int64_t)tensors[TENSORS - {k}]" for k in (2, 1))
+            c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
+            program.before.append(f"{c} t{i}[BLOCK];")
+            program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
+            self.statements.append(f"spread{i}.next(size, t{i});")
+            state.append(program.new(compute, f"t{i}[i - block]", True))
+        self.arguments = (param, grad * inverse * clip, tuple(state), tuple(h), kind.flags)
+
+    def widened(self) -> list[str]:
+        """C++ statements that convert a block of each tensor in half precision that is read."""
+        return [
+            f"widen<{DTYPES[dtype].load}>(t{i} + block, size, w{i});"
+            for i, (dtype, element) in enumerate(zip(self.dtypes, self.read, strict=True))
+            if i not in self.coded and DTYPES[dtype].load and element.used
+        ]
+
+
+def _at(i: int, dtype: torch.dtype) -> str:
+    """The C++ variable that has an element of tensor ``i``, of ``dtype``, in a loop."""
+    return f"w{i}[i - block]" if DTYPES[dtype].load else f"t{i}[i]"
+
+
+def _with_block(block: int, text: str) -> str:
+    """``text`` after the number of elements of its blocks."""
+    return f"constexpr int32_t BLOCK = {block};\n{text}"
+
+
+def _terms(kind: Kind, role: str, loop: str, adds: str, **constants: Any) -> str:
+    """C++ that adds up the terms that ``reduce`` or ``averages`` returns.
+
+    Args:
+        kind: the rule, and what its library is compiled for.
+        role: the name of the function.
+        loop: the template.
+        adds: the C++ operator that combines a term with the place for terms.
+        constants: what else the template needs.
+    """
+    width = kind.width_of("reduce")
+    elements = _Elements(kind, width, BLOCK, factors=role == "reduce")
+    program = elements.program
+    terms = torch_language.bind(getattr(kind.rule, role), LANGUAGE)(*elements.arguments)
+    for k, term in enumerate(terms):
+        program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
+    indices = [i for i, x in enumerate(elements.read) if x.used]
+    body = program.body(indices, elements.statements + elements.widened())
+    sizes = {"part": PART, "n_terms": len(terms), "width": width}
+    return _with_block(BLOCK, loop.format(**sizes, **constants, **body))
+
+
+def _reduce(kind: Kind) -> str:
+    """C++ of ``reduce``."""
+    return _terms(kind, "reduce", loops.REDUCE, "+=")
+
+
+def _averages(kind: Kind) -> str:
+    """C++ of ``averages``."""
+    parts = kind.rule.row_column_states_for(kind.flags)
+    of_rows = ", ".join(str(int(part.shape == "rows")) for part in parts)
+    return _terms(kind, "averages", loops.AVERAGES, "=", of_rows=of_rows)
+
+
+def _update(kind: Kind) -> str:
+    """C++ of ``update``."""
+    width = 2 + kind.rule.widths(kind.n_hyper).update
+    converts = any(dtype in DTYPES and DTYPES[dtype].load for dtype in kind.dtypes)
+    blocks = [codec.block for codec in kind.codecs if codec is not None]
+    if converts and not blocks and not DTYPES[kind.dtypes[1]].load:
+        blocks = [CONVERTED]
+    block = max([BLOCK, *blocks])
+    elements = _Elements(kind, width, block)
+    program, coded, low, dtypes = elements.program, elements.coded, elements.low, elements.dtypes
+    statements, arguments = elements.statements, elements.arguments
+    if kind.placed:
         program.place = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
-        if jumps:
-            preamble += places.CPP
+        if kind.jumps:
             program.place = "places[i - block]"
             program.before.append("uint64_t places[BLOCK];")
-            numbers = f"h + {width + 1 + keyed}"
-            statements.append(f"places_of({numbers}, {jumps}, position, block, size, places);")
-        arguments += (program,) * rule.draws
-    param, state = function(*arguments)
-    if keyed:
+            numbers = f"h + {width + 1 + kind.keyed}"
+            call = f"places_of({numbers}, {kind.jumps}, position, block, size, places);"
+            statements.append(call)
+    function = torch_language.bind(kind.rule.update, LANGUAGE)
+    param, state = function(*arguments, *(program,) * kind.rule.draws)
+    if kind.keyed:
         program.before.append(f"const uint64_t key = h[{width + 1}];")
-    if rounds_stochastically:
+    if kind.rounds:
         chance = f"random_bits({program.place}, key, key >> 32) >> 16"
         new_param = program.new(torch.float32, cast(param, torch.float32), True)
         param = torch_language.bind(up_or_down, LANGUAGE)(
             new_param, program.new(torch.int32, chance, True)
         )
-    new = (param, *state, *[param] * (len(values) - 1 - n_state))
+    new = (param, *state, *[param] * (len(dtypes) - 2 - elements.n_state))
     outputs = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
     bits = RandomBits(program.before, program.place)
     if low:
@@ -171,37 +346,12 @@ def source_of(
         if i in coded:
             program.each.append(f"{coded.element(i)} = {cast(value, torch.float32)};")
             continue
-        program.each.append(f"{_element(i, dtype)} = {cast(value, arithmetic(dtype))};")
+        program.each.append(f"{_at(i, dtype)} = {cast(value, arithmetic(dtype))};")
         if store := DTYPES[dtype].store:
             program.after.append(f"narrow<{store}>(w{i}, size, t{i} + block);")
-    statements += _widened(dtypes, (grad, *values), coded)
     program.after += coded.encoding(bits)
-    width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
     encodes = bool(coded) or bool(low)
-    body = program.body(range(1 + len(values)), statements, fetches=encodes)
-    blocks = (WHOLE_BLOCKS if encodes or converts else BLOCKS).format(**body)
-    n_tensors += coded.n_scales
-    text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
-    return CppSource(preamble + text, program.exact)
-
-
-def _element(i: int, dtype: torch.dtype) -> str:
-    """Return the C++ variable that has an element of tensor ``i``, of ``dtype``, in a loop."""
-    return f"w{i}[i - block]" if DTYPES[dtype].load else f"t{i}[i]"
-
-
-def _widened(
-    dtypes: Sequence[torch.dtype], elements: Iterable[Any], coded: CodedStates
-) -> list[str]:
-    """Return the C++ statements that convert a block of each tensor that is read so.
-
-    Args:
-        dtypes: the dtype of each tensor.
-        elements: the expression for an element of each.
-        coded: the tensors that are decoded instead.
-    """
-    return [
-        f"widen<{DTYPES[dtype].load}>(t{i} + block, size, w{i});"
-        for i, (dtype, element) in enumerate(zip(dtypes, elements, strict=True))
-        if i not in coded and DTYPES[dtype].load and element.used
-    ]
+    body = program.body(range(len(dtypes)), statements + elements.widened(), fetches=encodes)
+    template = loops.WHOLE_BLOCKS if encodes or converts else loops.BLOCKS
+    apply = loops.APPLY.format(before=body["before"], blocks=template.format(**body))
+    return _with_block(block, apply + loops.UPDATE.format(width=kind.width_of("update")))

@@ -31,19 +31,15 @@ class Program:
         before: statements that run once, before the loop.
         each: statements that run for each element.
         after: statements that run after the elements of each block.
-        exact: whether the results are bitwise those of torch; see :class:`cpp.CppSource`.
         place: a C++ expression for the place of an element in the whole parameter, which random
             numbers follow from.
-        of_scalars: whether these are scalars of a parameter, which are numbers all.
     """
 
     compute: torch.dtype
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
-    exact: bool = True
     place: str = ""
-    of_scalars: bool = False
 
     def body(
         self, tensors: Iterable[int], statements: Iterable[str] = (), *, fetches: bool = False
@@ -56,7 +52,7 @@ class Program:
             fetches: whether to prefetch on every processor; see ``loops.PREAMBLE``.
         """
         always = ", true" * fetches
-        fetched = (f"fetch(t{i} + block{always});" for i in tensors)
+        fetched = (f"fetch<BLOCK>(t{i} + block{always});" for i in tensors)
         return {
             "before": "\n    ".join(self.before),
             "fetched": "\n        ".join((*fetched, *statements)),
@@ -100,9 +96,7 @@ def _literal(x: float) -> str:
     return '__builtin_nanf("")' if math.isnan(x) else f"({'-' if x < 0 else ''}__builtin_inff())"
 
 
-def _operation(
-    template: str, *operands: Any, dtype: torch.dtype | None = None, exact: bool = True
-) -> Any:
+def _operation(template: str, *operands: Any, dtype: torch.dtype | None = None) -> Any:
     """Return a new variable: ``template`` filled with ``operands`` in their common dtype.
 
     Numbers take the dtype of the elements that they are combined with, as in torch. Arithmetic of
@@ -112,7 +106,6 @@ def _operation(
         template: C++ with ``{0}``, ``{1}`` for operands and ``{T}`` for their type.
         operands: expressions and Python numbers, at least one expression.
         dtype: the dtype of the result; default the common dtype.
-        exact: whether the result is bitwise that of torch.
     """
     expressions = [x for x in operands if isinstance(x, _Expression)]
     values = [x.dtype for x in expressions if x.varies]
@@ -125,7 +118,6 @@ def _operation(
     names = integers if all(integers) else [cast(x, common) for x in operands]
     code = template.format(*names, T=C_TYPES[common])
     program = expressions[0].program
-    program.exact &= exact or program.of_scalars
     return program.new(dtype or common, code, bool(values))
 
 
@@ -271,12 +263,7 @@ def _divide(x: Any, y: Any) -> Any:
     """``x / y`` with the rounding of torch."""
     if _varies(y) and not _varies(x):
         return _operation("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
-    # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits:
-    # in those of scalars only if x is in the source of the rule, and x * (1 / y) is not x / y.
-    result = _operation("{0} / {1}", x, y, exact=_varies(x))
-    if not isinstance(x, _Expression) and abs(math.frexp(x)[0]) != 0.5:
-        result.program.exact = False
-    return result
+    return _operation("{0} / {1}", x, y)
 
 
 def _varies(x: Any) -> bool:
@@ -319,15 +306,12 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _function(
-    name: str, template: str, exact: bool = True, of_number: str = ""
-) -> Callable[[Any], Any]:
+def _function(name: str, template: str, of_number: str = "") -> Callable[[Any], Any]:
     """A function of one argument: C++ of ``template``, or of torch for a number in the source.
 
     Args:
         name: its name in the language.
         template: see :func:`_operation`.
-        exact: see :func:`_operation`.
         of_number: the template for the bits that Python's function of a number has, where it is not
             ``template``.
     """
@@ -336,24 +320,16 @@ def _function(
     def function(x: Any) -> Any:
         if not isinstance(x, _Expression):
             return in_source(x)
-        return _operation(template if x.varies else of_number or template, x, exact=exact)
+        return _operation(template if x.varies else of_number or template, x)
 
     return function
-
-
-def _sqrt(x: Any) -> Any:
-    """The square root."""
-    # torch's float64 square root on the CPU is not always rounded to the nearest; see
-    # ``torch_language.sqrt``.
-    exact = not (_varies(x) and x.dtype == torch.float64)
-    return _function("sqrt", "math::sqrt({0})", exact)(x)
 
 
 def _div_rn(x: Any, y: Any) -> Any:
     """``x / y`` rounded to the nearest."""
     if not isinstance(x, _Expression) and not isinstance(y, _Expression):
         return torch_language.HELPERS["div_rn"](x, y)
-    return _operation("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
+    return _operation("{0} / {1}", x, y)
 
 
 def _rand(seed: Any, step: Any, program: Any) -> Any:
@@ -408,12 +384,11 @@ def _chance(u: "_Expression", places: int) -> "_Expression":
     return u.program.new(torch.int32, f"{code} >> {max(16 - places, 0)}", u.varies)
 
 
-_EXACT = {
+_sqrt = _function("sqrt", "math::sqrt({0})")
+_FUNCTIONS = {
     "rsqrt": ("({T})1 / math::sqrt({0})", ""),
     "floor": ("math::floor({0})", "math::floor({0}) + 0.0"),  # of an integer: not -0.0
     "ceil": ("math::ceil({0})", "math::ceil({0}) + 0.0"),
-}
-_INEXACT = {
     "exp": ("math::exp({0})", "libm::exp({0})"),
     "exp2": ("math::exp2({0})", "libm::pow(2.0, {0})"),
     "log": ("math::log({0})", "libm::log({0})"),
@@ -434,8 +409,8 @@ class _Language:
     def __init__(self) -> None:
         """Define the functions that a rule may call, so that they return C++ expressions."""
         self.abs, self.where, self.sqrt = _abs, _where, _sqrt
-        for name, (template, of_number) in (_EXACT | _INEXACT).items():
-            setattr(self, name, _function(name, template, name in _EXACT, of_number))
+        for name, templates in _FUNCTIONS.items():
+            setattr(self, name, _function(name, *templates))
         self.HELPERS = {
             "as_float32": _as_float32,
             "chance": _chance,

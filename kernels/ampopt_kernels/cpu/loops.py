@@ -1,10 +1,28 @@
 """Templates of C++ loops, which ``cpp`` fills with the translated functions of a rule.
 
 Each loop over elements is a function by itself: compilers do not vectorize a loop in a parallel
-region that shares many variables.
+region that shares many variables. The functions of one role are in a namespace, in which ``BLOCK``
+is the number of elements of a block.
+
+Arguments with one meaning in all functions: ``table`` has ``n_rows`` rows of ``COLUMNS`` integers
+(see ``table``); ``grads`` has the address of the gradient of each row of the work, 0 for a row
+without one. The *numbers* of a row are what the functions of a rule take as ``h``, after the
+reciprocal of the scale and the clip coefficient: ``numbers`` has those of several rows, one after
+another, and ``of_rows`` the index of those that a row takes, -1 for a row without a gradient.
 """
 
-__all__ = ["AVERAGES", "BLOCKS", "PREAMBLE", "SPREAD", "SUMS", "UPDATE", "WHOLE_BLOCKS"]
+__all__ = [
+    "APPLY",
+    "AVERAGES",
+    "BLOCKS",
+    "PREAMBLE",
+    "REDUCE",
+    "SCALARS",
+    "SPREAD",
+    "TABLE",
+    "UPDATE",
+    "WHOLE_BLOCKS",
+]
 
 PREAMBLE = """
 #include <cstdint>
@@ -27,11 +45,6 @@ extern "C" double sin(double), cos(double);
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The index of the result that a row takes; see UPDATE.
-static inline int64_t result_of(const int64_t* results, int64_t row) {
-    return results ? results[row] : 0;
-}
-
 // The sum of ``n`` numbers: the second half is added to the first half until one number is left.
 static inline double halved(double* x, int64_t n) {
     for (int64_t half; n > 1; n = half) {
@@ -51,7 +64,8 @@ static const bool FETCHES = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
 #else
 static const bool FETCHES = true;
 #endif
-template <typename T> static inline void fetch(const T* block, bool always = false) {
+template <int64_t BLOCK, typename T>
+static inline void fetch(const T* block, bool always = false) {
     if (!FETCHES && !always) return;
     constexpr int64_t AHEAD = BLOCK < 128 ? 16 * BLOCK : 2048, LINE = 64 / sizeof(T);
     for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
@@ -203,62 +217,107 @@ WHOLE_BLOCKS = """
     }}
 """
 
-# ``bounds`` has the start of each row, in ascending order, and the end of the last one. ``h`` has
-# one result after another, each of ``width`` numbers; ``results`` has the index of the result of
-# each row, or -1 for a row that is left out; it is null if there is one result, for all rows.
-UPDATE = """
+TABLE = """
+// Columns of the table: TENSORS tensors, of which the first one is the row's index in the work, in
+// place of the gradient; then scalar states; then these.
+constexpr int64_t TENSORS = {tensors}, NUMEL = TENSORS + {scalars}, GROUP = NUMEL + 1;
+constexpr int64_t FIRST = GROUP + 1, KEY = FIRST + 1, JUMPS = KEY + 1;
+constexpr int64_t COLUMNS = {placed} ? JUMPS + {jumps} : FIRST;
+
+// The tensors of a row, with its gradient.
+struct Tensors {{
+    void* of[TENSORS];
+    Tensors(const int64_t* grads, const int64_t* row) {{
+        of[0] = (void*)grads[row[0]];
+        for (int64_t i = 1; i < TENSORS; ++i) of[i] = (void*)row[i];
+    }}
+}};
+
+constexpr int64_t WORTH_THREADS = {worth_threads};
+"""
+
+# Rows with the inputs of the row before share its numbers, unless each has places of its own.
+SCALARS = """
+static void compute(
+    const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
+    double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows
+) {{
+    int64_t n = 0, last_group = -1;
+    double last[{n_inputs}], next[{n_inputs}];
+    for (int64_t i = 0; i < n_rows; ++i) {{
+        const int64_t* row = table + i * COLUMNS;
+        of_rows[i] = -1;
+        if (!grads[row[0]]) continue;
+        const double inputs[] = {{{inputs}}};
+        const double* h = hyper + row[GROUP] * {n_hyper};
+        if ({placed} || row[GROUP] != last_group ||
+            __builtin_memcmp(inputs, last, sizeof inputs)) {{
+            __builtin_memcpy(last, inputs, sizeof inputs);
+            last_group = row[GROUP];
+            double* result = numbers + {width} * n++;
+            result[0] = inverse, result[1] = clip;
+            {statements}
+        }}
+        {stores}
+        of_rows[i] = n - 1;
+    }}
+}}
+"""
+
+APPLY = """
 __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
 ) {{
     {before}
     {blocks}
 }}
+"""
 
+UPDATE = """
 // Where a thread begins: at the element ``at``, or at its block, whose elements may share a scale.
 static inline int64_t cut(int64_t at, int64_t n) {{
     return at < 0 ? 0 : at < n ? at / BLOCK * BLOCK : n;
 }}
 
+// Advances the scalar states of each row that has a gradient, then updates its elements, which all
+// threads share.
 extern "C" void update(
-    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
-    int64_t n_rows, int64_t threads
+    const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
+    double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows,
+    int64_t threads
 ) {{
-    const int64_t n = bounds[n_rows];
-    #pragma omp parallel for num_threads(threads)
-    for (int64_t thread = 0; thread < threads; ++thread) {{
-        const int64_t first = cut(n * thread / threads, n);
-        const int64_t last = cut(n * (thread + 1) / threads, n);
-        for (int64_t row = 0, next; row < n_rows; row = next) {{
-            const int64_t start = bounds[row], result = result_of(results, row);
-            for (next = row + 1; next < n_rows && result_of(results, next) == result;) ++next;
-            const int64_t from = start < first ? first : start, to = lesser(bounds[next], last);
-            if (result >= 0 && from < to) apply(h + result * {width}, tensors, from, to);
-        }}
-    }}
-}}
-
-// Rows with numbers and tensors of their own: ``sizes`` has the number of elements of each row,
-// ``tensors`` the addresses of the tensors of one row after another.
-extern "C" void update_whole(
-    const double* h, void* const* tensors, const int64_t* sizes, int64_t n_rows, int64_t threads
-) {{
+    of_scalars::compute(
+        grads, table, n_rows, hyper, inverse, clip, sums, totals, numbers, of_rows);
     int64_t n = 0;
-    for (int64_t row = 0; row < n_rows; ++row) n += sizes[row];
-    #pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < n_rows; ++i) if (of_rows[i] >= 0) n += table[i * COLUMNS + NUMEL];
+    if (n <= WORTH_THREADS) threads = 1;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t thread = 0; thread < threads; ++thread) {{
         int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
-        for (int64_t row = 0; row < n_rows; first -= sizes[row], last -= sizes[row], ++row) {{
-            const int64_t from = cut(first, sizes[row]), to = cut(last, sizes[row]);
-            if (from < to) apply(h + row * {width}, tensors + row * {n_tensors}, from, to);
+        for (int64_t i = 0; i < n_rows; ++i) {{
+            if (of_rows[i] < 0) continue;
+            const int64_t* row = table + i * COLUMNS;
+            const int64_t from = cut(first, row[NUMEL]), to = cut(last, row[NUMEL]);
+            if (from < to)
+                apply(numbers + of_rows[i] * {width}, Tensors(grads, row).of, from, to);
+            first -= row[NUMEL], last -= row[NUMEL];
         }}
     }}
 }}
 """
 
-SUMS = """
-extern "C" const int64_t n_terms = {n_terms};
+REDUCE = """
+// Computes the numbers of ``reduce`` and ``averages``.
+extern "C" void before_reduce(
+    const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
+    double clip, double* numbers, int64_t* of_rows
+) {{
+    of_before_reduce::compute(
+        grads, table, n_rows, hyper, inverse, clip, nullptr, nullptr, numbers, of_rows);
+}}
 
-// Adds each block to the first; see cpu/sums.py.
+// A part of a row is added up by one thread: the blocks of the part to its first block, in memory
+// order; then the second half of that block to its first half, until one number is left.
 __attribute__((noinline)) static void sum_part(
     const double* h, void* const* tensors, int64_t start, int64_t end, double* out
 ) {{
@@ -276,27 +335,40 @@ __attribute__((noinline)) static void sum_part(
     for (int64_t k = 0; k < {n_terms}; ++k) out[k] = halved(terms[k], BLOCK);
 }}
 
-extern "C" void sums(
-    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
-    int64_t n_rows, int64_t threads, double* out
+// Writes the sum of each term over each row that has a gradient, at the row's index in the work.
+// The parts of a row are added one after another. ``numbers`` and ``of_rows`` are those of
+// before_reduce.
+extern "C" void reduce(
+    const int64_t* grads, const int64_t* table, int64_t n_rows, const double* numbers,
+    const int64_t* of_rows, int64_t threads, double* out
 ) {{
-    for (int64_t row = 0; row < n_rows; ++row) {{
-        const int64_t start = bounds[row], end = bounds[row + 1];
-        const int64_t result = result_of(results, row);
-        if (result < 0) continue;
-        const int64_t n_parts = (end - start + {part} - 1) / {part};
-        double* parts = new double[n_parts * n_terms];
-        #pragma omp parallel for num_threads(threads)
-        for (int64_t part = 0; part < n_parts; ++part) {{
-            const int64_t from = start + part * {part}, to = lesser(from + {part}, end);
-            sum_part(h + result * {width}, tensors, from, to, parts + part * n_terms);
+    const auto parts_of = [=](int64_t i) {{
+        return of_rows[i] < 0 ? 0 : (table[i * COLUMNS + NUMEL] + {part} - 1) / {part};
+    }};
+    int64_t n_parts = 0;
+    for (int64_t i = 0; i < n_rows; ++i) n_parts += parts_of(i);
+    double* parts = new double[n_parts * {n_terms}];
+    if (n_parts * {part} <= WORTH_THREADS) threads = 1;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t thread = 0; thread < threads; ++thread) {{
+        const int64_t first = n_parts * thread / threads, last = n_parts * (thread + 1) / threads;
+        for (int64_t i = 0, part = 0; i < n_rows && part < last; part += parts_of(i++)) {{
+            const int64_t* row = table + i * COLUMNS;
+            const int64_t end = lesser(parts_of(i), last - part);
+            for (int64_t own = first > part ? first - part : 0; own < end; ++own) {{
+                const int64_t start = own * {part};
+                sum_part(
+                    numbers + of_rows[i] * {width}, Tensors(grads, row).of, start,
+                    lesser(start + {part}, row[NUMEL]), parts + (part + own) * {n_terms});
+            }}
         }}
-        for (int64_t k = 0; k < n_terms; ++k, ++out) {{
-            *out = 0;
-            for (int64_t part = 0; part < n_parts; ++part) *out += parts[part * n_terms + k];
-        }}
-        delete[] parts;
     }}
+    for (int64_t i = 0, part = 0; i < n_rows; ++i) {{
+        double* sums = out + table[i * COLUMNS] * {n_terms};
+        for (const int64_t end = part + parts_of(i); part < end; ++part)
+            for (int64_t k = 0; k < {n_terms}; ++k) sums[k] += parts[part * {n_terms} + k];
+    }}
+    delete[] parts;
 }}
 """
 
@@ -354,30 +426,25 @@ __attribute__((noinline)) static void sum_bands(
     }}
 }}
 
-// Each row is a stack of whole matrices. Columns are summed over each band; at the end, the sums
-// of the other bands are added to those of the first. Which bands are summed together does not
-// depend on the number of threads, so no bit of the result does either.
+// Sums over the rows and columns of a stack of matrices. Columns are summed over each band; at the
+// end, the sums of the other bands are added to those of the first. Which bands are summed together
+// does not depend on the number of threads, so no bit of the result does either.
 extern "C" void averages(
-    const double* h, const int64_t* results, void* const* tensors, const int64_t* bounds,
-    int64_t n_rows, int64_t threads, double* const* sums
+    const double* h, const int64_t* grads, const int64_t* row, int64_t threads, double* const* sums
 ) {{
-    const int64_t m = (int64_t)tensors[{n_tensors}], n = (int64_t)tensors[{n_tensors} + 1];
+    const Tensors tensors(grads, row);
+    const int64_t m = row[TENSORS - 2], n = row[TENSORS - 1];
     const int64_t bands = (m + ROWS - 1) / ROWS, some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
-    const int64_t matrices = bounds[n_rows] / (m * n);
-    for (int64_t row = 0; row < n_rows; ++row) {{
-        const int64_t result = result_of(results, row);
-        if (result < 0) continue;
-        const int64_t first = bounds[row] / (m * n) * bands;
-        const int64_t last = bounds[row + 1] / (m * n) * bands;
-        #pragma omp parallel for num_threads(threads)
-        for (int64_t band = first; band < last; band += some) {{
-            const int64_t next = lesser(band + some, last);
-            const int64_t from = band / bands * m + band % bands * ROWS;
-            const int64_t to = next / bands * m + next % bands * ROWS;
-            double* own[N_TERMS];
-            for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
-            sum_bands(h + result * {width}, tensors, from * n, to * n, m, n, own);
-        }}
+    const int64_t matrices = row[NUMEL] / (m * n), end = matrices * bands;
+    if (row[NUMEL] <= WORTH_THREADS) threads = 1;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t band = 0; band < end; band += some) {{
+        const int64_t next = lesser(band + some, end);
+        const int64_t from = band / bands * m + band % bands * ROWS;
+        const int64_t to = next / bands * m + next % bands * ROWS;
+        double* own[N_TERMS];
+        for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
+        sum_bands(h, tensors.of, from * n, to * n, m, n, own);
     }}
     for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])
         for (int64_t matrix = 0; matrix < matrices; ++matrix) {{

@@ -278,10 +278,6 @@ def test_one_plan_serves_every_backend(order):
             optimizer.step()
         assert ours._ampopt.runner.plan is not None
         plans.append(ours._ampopt.runner.plan)
-        if backend != "triton":
-            assert len(ours._ampopt.runner.plan.works[0].backend_rows.bundles) == 1, (
-                "they are not taken together"
-            )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     assert all(plan is plans[0] for plan in plans)
 

@@ -13,7 +13,7 @@ from support.optimizers import Plain
 
 import ampopt
 from ampopt.testing.bits import bits
-from ampopt_kernels.cpu.calls import Loop
+from ampopt_kernels.cpu.table import KindTable
 from ampopt_kernels.native.build import cpp_compiler
 
 STEPS = 5
@@ -204,7 +204,8 @@ def offloaded() -> tuple[Any, Any, int]:
     ampopt.set_backend("compiled")
     try:
         plain = train()
-        with mock.patch.object(Loop, "__call__", autospec=True, side_effect=Loop.__call__) as run:
+        update = KindTable.update
+        with mock.patch.object(KindTable, "update", autospec=True, side_effect=update) as run:
             return plain, train(offload_policy=CPUOffloadPolicy(pin_memory=False)), run.call_count
     finally:
         ampopt.set_backend("auto")

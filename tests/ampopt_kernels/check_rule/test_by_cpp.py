@@ -6,7 +6,7 @@ from support.refused_rules import assert_refused
 
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.check_rule import by_triton
-from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.cpp import Kind, source_of
 
 HYPER = ("lr", "decay")
 
@@ -81,7 +81,7 @@ def repeated(p, g, state, h, flags):
 def test_loops_become_the_cpp_of_an_unrolled_loop_and_compile_for_a_gpu(function):
     def source(update):
         rule = Rule(update=update, hyper=HYPER, state=(State("mean"),))
-        return source_of(rule, (), (torch.float32,) * 3, 4)
+        return source_of(Kind(rule, (), (torch.float32,) * 3, (), 2))
 
     assert source(function) == source(unrolled)
     by_triton.check(Rule(update=function, hyper=HYPER, state=(State("mean"),)), (), 2, "Author")

@@ -1,0 +1,298 @@
+// Loops over the elements of gradients of one dtype, which gradients.py compiles for each dtype and
+// calls. FORMAT is the dtype's index in dtypes.py. So that a first step hardly waits for the
+// compiler, they use no header of torch or Python, and what few steps need is compiled only for
+// them: sums of squares with LEVEL 1 or more, measures with LEVEL 2.
+
+// Without this, g++ uses vectors of half the width of the processor's.
+#if defined(__AVX512F__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
+#include <cstdint>
+
+// Each converts the bits of an element to a number, or to its magnitude.
+static inline float float32(int32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
+static inline float float16(int16_t bits) {
+    bits &= 0x7FFF;
+    const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // vectorized, unlike a branch
+    return float32(int32_t(bits) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
+}
+static inline double float64(int64_t bits) {
+    double x;
+    __builtin_memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+#if FORMAT == 0
+typedef int16_t T;
+#define NUMBER float16
+#elif FORMAT == 1
+typedef int16_t T;
+#define NUMBER bfloat16
+#elif FORMAT == 2
+typedef int32_t T;
+#define NUMBER float32
+#else
+typedef int64_t T;
+#define NUMBER float64
+#endif
+typedef decltype(NUMBER(0)) Number;
+
+constexpr T MAGNITUDE = T(~(uint64_t(1) << (8 * sizeof(T) - 1)));  // all bits but the sign
+
+// Bytes of a vector. Vectors wider than the processor's may be processed number by number.
+#if defined(__AVX512BW__)
+constexpr int64_t VECTOR = 64;
+#elif defined(__AVX2__)
+constexpr int64_t VECTOR = 32;
+#else
+constexpr int64_t VECTOR = 16;
+#endif
+constexpr int64_t LANES = VECTOR / sizeof(T);
+typedef T Vector __attribute__((vector_size(VECTOR)));
+
+// Converts elements; those of float16 by the processor's own instruction, if it has one.
+static inline void convert(const Vector& values, Number (&numbers)[LANES]) {
+#if FORMAT == 0 && defined(__AVX512F__)
+    typedef float Floats __attribute__((vector_size(64)));
+    typedef short Halves __attribute__((vector_size(32)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps512_mask(halves, Floats{}, -1, 4)
+#elif FORMAT == 0 && defined(__F16C__)
+    typedef float Floats __attribute__((vector_size(32)));
+    typedef short Halves __attribute__((vector_size(16)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
+#endif
+#if defined(WIDENED)
+    Halves halves;
+    for (int64_t lane = 0; lane < LANES; lane += sizeof(Halves) / sizeof(T)) {
+        __builtin_memcpy(&halves, (const T*)&values + lane, sizeof(Halves));
+        const Floats floats = WIDENED(halves);
+        __builtin_memcpy(numbers + lane, &floats, sizeof(Floats));
+    }
+#else
+    for (int64_t lane = 0; lane < LANES; ++lane) numbers[lane] = NUMBER(values[lane]);
+#endif
+}
+
+// A row of a work: its index, and its number of elements. The address of its gradient is
+// grads[place], 0 if this step has none.
+struct Row {
+    int64_t place, size;
+};
+
+// Rows are divided into parts, each processed by one thread. The bounds and the order of parts do
+// not depend on the number of threads, so results do not either.
+static inline int64_t parts_of(const int64_t* grads, const Row& row) {
+    return grads[row.place] ? (row.size + PART - 1) / PART : 0;
+}
+
+static int64_t count_parts(const int64_t* grads, const Row* rows, int64_t n) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += parts_of(grads, rows[i]);
+    return count;
+}
+
+constexpr int64_t WORTH_THREADS = 64;  // fewer parts take less time than starting threads does
+
+// Calls each(elements, their number) for each part, and writes what it returns to ``results``.
+template <typename Result, typename Each>
+static inline void each_part(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t count,
+    Result* results, const Each& each
+) {
+    if (count < WORTH_THREADS) threads = 1;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t thread = 0; thread < threads; ++thread) {
+        const int64_t from = count * thread / threads, to = count * (thread + 1) / threads;
+        int64_t part = 0;
+        for (int64_t i = 0; i < n && part < to; ++i) {
+            const T* x = (const T*)grads[rows[i].place];
+            const int64_t own = parts_of(grads, rows[i]);
+            int64_t k = from > part ? from - part : 0;
+            for (; k < own && part + k < to; ++k) {
+                const int64_t left = rows[i].size - k * PART;
+                results[part + k] = each(x + k * PART, left < PART ? left : PART);
+            }
+            part += own;
+        }
+    }
+}
+
+// As integers, the bits of magnitudes are in the order of the magnitudes, with infinity and the
+// NaNs above all others.
+__attribute__((noinline)) static T largest(const T* x, int64_t size) {
+    T most = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        const T magnitude = x[i] & MAGNITUDE;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+// Whether the bits of all magnitudes are below ``bound``. Sets ``flags[place]`` of each other row.
+extern "C" int64_t all_below(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t bound, char* flags
+) {
+    const int64_t count = count_parts(grads, rows, n);
+    T* most = new T[count];
+    each_part(grads, rows, n, threads, count, most, largest);
+    bool below = true;
+    for (int64_t i = 0, part = 0; i < n; ++i)
+        for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part)
+            if (most[part] >= bound) below = false, flags[rows[i].place] = 1;
+    delete[] most;
+    return below;
+}
+
+#if LEVEL >= 1
+
+// x * x + y, rounded twice, or once where that is faster and the same: the square of a float has at
+// most 48 bits.
+static inline double square_and(double x, double y) {
+#if defined(__FP_FAST_FMA) && FORMAT != 3
+    return __builtin_fma(x, x, y);
+#else
+    return x * x + y;
+#endif
+}
+
+// Three halvings of eight numbers, of which ``pair(k)`` is the sum of two: number k and k + 4.
+template <typename Pair> static inline double halved(const Pair& pair) {
+    return (pair(0) + pair(2)) + (pair(1) + pair(3));
+}
+
+// The sum of the squares of one part, whose elements ``each`` is given in vectors.
+//
+// The second half of the squares is added to the first half until one number is left; a part that
+// is too short is padded with zeros. Vectors are written out, three halvings are done at a time,
+// and the next part is prefetched, so that only memory bandwidth limits the loop.
+template <typename Each>
+static inline double squares(const T* x, int64_t size, const Each& each) {
+    int64_t eighth = LANES;
+    while (8 * eighth < size) eighth *= 2;
+    T padded[PART];
+    if (size < 8 * eighth) {
+        __builtin_memcpy(padded, x, size * sizeof(T));
+        __builtin_memset(padded + size, 0, (8 * eighth - size) * sizeof(T));
+        x = padded;
+    }
+    double sums[PART / 8];
+    for (int64_t i = 0; i < eighth; i += LANES) {
+        Number numbers[8][LANES];
+        for (int64_t k = 0; k < 8; ++k) {
+            const T* from = x + k * eighth + i;
+            __builtin_prefetch(from + PART);
+            Vector values;
+            __builtin_memcpy(&values, from, VECTOR);
+            each(values);
+            convert(values, numbers[k]);
+        }
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            sums[i + lane] = halved([&](int k) {
+                const double a = numbers[k][lane], b = numbers[k + 4][lane];
+                return square_and(a, b * b);
+            });
+        }
+    }
+    while (eighth >= 8) {
+        const int64_t n = eighth /= 8;
+        #pragma omp simd
+        for (int64_t i = 0; i < n; ++i)
+            sums[i] = halved([&](int k) { return sums[i + k * n] + sums[i + (k + 4) * n]; });
+    }
+    while (eighth /= 2)
+        for (int64_t i = 0; i < eighth; ++i) sums[i] += sums[eighth + i];
+    return sums[0];
+}
+
+// The sum of squares of each row, at its place in ``sums``, which is 0 before.
+extern "C" void sums_of_squares(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, double* sums
+) {
+    const int64_t count = count_parts(grads, rows, n);
+    double* partial = new double[count];
+    each_part(grads, rows, n, threads, count, partial, [](const T* x, int64_t size) {
+        return squares(x, size, [](const Vector&) {});
+    });
+    for (int64_t i = 0, part = 0; i < n; ++i)
+        for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part)
+            sums[rows[i].place] += partial[part];
+    delete[] partial;
+}
+
+#endif
+#if LEVEL >= 2
+
+struct Measures {
+    int64_t overflows, nonzero, not_flushed;
+    double largest, squares;
+};
+
+// Measures one part. Unscaled, magnitudes of at least bounds[0] are not 0, those of at least
+// bounds[1] would not flush to 0 in float16, and those of at least bounds[2] are not finite. The
+// sum of squares includes the magnitudes that are not finite.
+static inline Measures measures(const T* x, int64_t size, const int64_t* bounds) {
+    const T smallest = bounds[0], smallest_not_flushed = bounds[1], infinite = bounds[2];
+    Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
+    Measures result = {};
+    result.squares = squares(x, size, [&](Vector values) {
+        values &= MAGNITUDE;
+        largest = values > largest ? values : largest;
+        nonzero = values >= smallest ? nonzero + 1 : nonzero;
+        above = values >= smallest_not_flushed ? above + 1 : above;
+    });
+    T most = 0;
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        most = largest[lane] > most ? largest[lane] : most;
+        result.nonzero += nonzero[lane];
+        result.not_flushed += above[lane];
+    }
+    result.overflows = most >= infinite;
+    if (result.overflows) {  // seldom, so the largest finite magnitude is searched for only then
+        most = 0;
+        for (int64_t i = 0; i < size; ++i) {
+            const T magnitude = x[i] & MAGNITUDE;
+            const bool finite = magnitude < infinite;
+            most = finite && magnitude > most ? magnitude : most;
+            result.nonzero -= !finite;
+            result.not_flushed -= !finite;
+        }
+    }
+    result.largest = NUMBER(most);
+    return result;
+}
+
+// For each row, at its place, writes whether it overflows, and four columns: the largest finite
+// magnitude, unscaled; how many elements are not 0; how many of these would flush to 0; and the sum
+// of squares before unscaling. ``flags`` and ``columns`` are 0 before. bounds[3] is 1 if the
+// arithmetic is float64.
+extern "C" void measure(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, const int64_t* bounds,
+    double inverse, char* flags, double (*columns)[4]
+) {
+    const int64_t count = count_parts(grads, rows, n);
+    Measures* partial = new Measures[count];
+    each_part(grads, rows, n, threads, count, partial, [=](const T* x, int64_t size) {
+        return measures(x, size, bounds);
+    });
+    for (int64_t i = 0, part = 0; i < n; ++i) {
+        double* of = columns[rows[i].place];
+        for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part) {
+            if (partial[part].overflows) flags[rows[i].place] = 1;
+            of[0] = partial[part].largest > of[0] ? partial[part].largest : of[0];
+            of[1] += partial[part].nonzero;
+            of[2] += partial[part].nonzero - partial[part].not_flushed;
+            of[3] += partial[part].squares;
+        }
+        of[0] = __builtin_fabs(bounds[3] ? of[0] * inverse : float(of[0]) * float(inverse));
+        if (bounds[2] == 0) of[0] = of[1] = of[2] = 0;  // 1 / scale is infinite: even 0 is NaN
+    }
+    delete[] partial;
+}
+
+#endif

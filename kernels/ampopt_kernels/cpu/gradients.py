@@ -1,0 +1,142 @@
+"""Reads the gradients of a step by C++: tests for inf/NaN, sums of squares, measures.
+
+The gradients of one dtype are read in one call, once each. Results do not depend on the number of
+threads.
+"""
+
+import ctypes
+import functools
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu.dtypes import DTYPES
+from ampopt_kernels.gradient_reports import FLUSHED, MEASURES
+from ampopt_kernels.native.build import Library
+
+__all__ = ["PART", "GradientRows"]
+
+PART = 1 << 12
+"""Elements that a thread processes at a time; their float64 squares fit the cache of a core."""
+_TESTS, _SQUARES, _MEASURES = range(3)
+"""Values of ``LEVEL`` in ``gradients.cpp``."""
+
+
+@functools.cache
+def _functions(dtype: torch.dtype, level: int) -> ctypes.CDLL:
+    """The functions for gradients of ``dtype``. Waits for the compiler if they are new here."""
+    source = Path(__file__).with_name("gradients.cpp").read_text(encoding="utf-8")
+    constants = {"FORMAT": list(DTYPES).index(dtype), "LEVEL": level, "PART": PART}
+    library = Library(source, tuple(f"-D{k}={v}" for k, v in constants.items())).load()
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    rows = pointer, pointer, number, number
+    library.all_below.argtypes, library.all_below.restype = (*rows, number, pointer), number
+    if level >= _SQUARES:
+        library.sums_of_squares.argtypes = (*rows, pointer)
+        library.sums_of_squares.restype = None
+    if level >= _MEASURES:
+        library.measure.argtypes = (*rows, pointer, ctypes.c_double, pointer, pointer)
+        library.measure.restype = None
+    return library
+
+
+class GradientRows:
+    """The rows of a work whose gradients have one dtype and one arithmetic dtype.
+
+    Each method reads the gradients at ``grads``: the address of an array of int64, with the address
+    of the gradient of each row of the work; 0 for a row without one. Results have one entry for
+    each row of the work. The entries of other rows stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        """Start without rows.
+
+        Args:
+            dtype: dtype of the gradients: one of :data:`DTYPES`.
+            compute_dtype: the arithmetic dtype, in which they are unscaled.
+        """
+        self._dtypes = dtype, compute_dtype
+        self._rows = array("q")
+
+    def append(self, place: int, numel: int) -> None:
+        """Add the row of index ``place``, which has ``numel`` elements."""
+        self._rows.extend((place, numel))
+
+    def compile(self) -> None:
+        """Wait for the compiler, if the test for inf/NaN has not been compiled on this machine."""
+        _functions(self._dtypes[0], _TESTS)
+
+    def all_finite(self, grads: int, inverse: float, flags: bytearray) -> bool:
+        """Whether all gradients are finite once unscaled. Else sets the flags of rows to 1.
+
+        Args:
+            grads: see the class.
+            inverse: the reciprocal of the scale.
+            flags: 0 for each row of the work; written.
+        """
+        if 0 <= inverse <= 1:  # this makes nothing larger
+            bound = DTYPES[self._dtypes[0]].infinity
+        else:
+            bound = _bounds(*self._dtypes, inverse)[2]
+        own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
+        below = _functions(self._dtypes[0], _TESTS).all_below
+        return bool(below(*self._arguments(grads), bound, own))
+
+    def add_squares(self, grads: int, sums: Tensor) -> None:
+        """Add the sum of squares of each gradient to ``sums``, float64."""
+        add = _functions(self._dtypes[0], _SQUARES).sums_of_squares
+        add(*self._arguments(grads), sums.data_ptr())
+
+    def measure(self, grads: int, inverse: float, flags: bytearray, measures: Tensor) -> None:
+        """Write :attr:`GradientReport.measures`, with the squares of gradients as they are.
+
+        Args:
+            grads: see the class.
+            inverse: the reciprocal of the scale.
+            flags: 0 for each row of the work; set to 1 where a gradient is not finite once
+                unscaled.
+            measures: zeros: float64, shape (rows of the work, 4).
+        """
+        assert measures.shape[1] == MEASURES
+        bounds = array("q", _bounds(*self._dtypes, inverse))
+        own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
+        measure = _functions(self._dtypes[0], _MEASURES).measure
+        to = bounds.buffer_info()[0], inverse, own, measures.data_ptr()
+        measure(*self._arguments(grads), *to)
+
+    def _arguments(self, grads: int) -> tuple[Any, ...]:
+        """The first arguments of each C++ function."""
+        rows = self._rows
+        return grads, rows.buffer_info()[0], len(rows) // 2, torch.get_num_threads()
+
+
+@functools.lru_cache(maxsize=64)  # a scale is used for many steps
+def _bounds(dtype: torch.dtype, compute_dtype: torch.dtype, inverse: float) -> tuple[int, ...]:
+    """The bounds that ``measure`` of ``gradients.cpp`` takes.
+
+    They are found by bisection over the bits of magnitudes: the smallest magnitudes that, once
+    unscaled, are not 0, above :data:`FLUSHED`, and not finite.
+
+    Args:
+        dtype: the dtype of the gradients.
+        compute_dtype: the arithmetic dtype, in which they are unscaled.
+        inverse: the reciprocal of the scale.
+
+    Returns:
+        The bits of the three magnitudes, and whether ``compute_dtype`` is float64.
+    """
+    # The lower ends of the three intervals. Only an invalid scale makes 0 times ``inverse`` NaN.
+    low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
+    high = torch.full_like(low, DTYPES[dtype].infinity)  # the upper ends
+    flushed = torch.tensor(
+        [0.0, FLUSHED, torch.finfo(compute_dtype).max], dtype=compute_dtype, device="cpu"
+    )
+    while (low < high).any():
+        middle = low + (high - low) // 2  # low + high may overflow int64
+        unscaled = (middle.to(DTYPES[dtype].integer).view(dtype).to(compute_dtype) * inverse).abs()
+        below = unscaled <= flushed
+        low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+    return *low.tolist(), compute_dtype == torch.float64

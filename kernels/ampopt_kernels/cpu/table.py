@@ -1,0 +1,264 @@
+"""The table of the compiled backend: addresses of tensors, one row of integers for a parameter.
+
+The functions that are compiled from a rule take all rows of one kind in one call. Their table has
+one row for each parameter, of these columns, all int64:
+
+=============  =========  =====================================================================
+name           columns    meaning
+=============  =========  =====================================================================
+place          1          index of the row in the work, and so of its gradient's address
+param          1          address of the parameter or of its master weight
+states         1 each     addresses of the elementwise states
+copy or low    0 or 1     address of the low-precision copy, or low bits, of a master weight
+scales         0 or more  addresses of the scales of states with codecs; see ``codecs``
+factors        1 each     addresses of the factors of rows and columns; see ``row_column_states``
+m, n           0 or 2     rows and columns of a matrix, if there are factors
+scalar states  1 each     addresses of the 0-d states; 0 where the flags omit one
+numel          1          number of elements
+group          1          index of the parameter group
+first, key     0 or 2     position of the first element in the whole parameter, and address of the
+                          random key (0 for none), if random numbers are computed
+jumps          3 each     period, phase and size; see ``places``
+=============  =========  =====================================================================
+
+The addresses of the gradients are apart, as they change from step to step: one for each row of the
+work, 0 for a row that this step leaves unchanged.
+"""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
+from ampopt_kernels.cpu.gradients import GradientRows
+from ampopt_kernels.native.build import Library
+from ampopt_kernels.native.objects import addresses
+from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.work import ParamRow, Work
+
+__all__ = ["KindTable", "Table"]
+
+_EMPTY = 16
+"""The address of a gradient without elements, whose own is 0."""
+_BAND = 32
+"""Rows of a matrix whose columns are summed together; ``ROWS`` of ``averages`` in ``loops``."""
+
+
+@functools.cache
+def _library(kind: Kind) -> ctypes.CDLL:
+    """The compiled functions of a kind. Waits for the compiler if they are new to this machine."""
+    library = Library(source_of(kind), OPTIONS).load()
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    rows = pointer, pointer, count
+    coefficients = pointer, number, number
+    numbers = pointer, pointer
+    library.update.argtypes = (*rows, *coefficients, pointer, pointer, *numbers, count)
+    library.update.restype = None
+    if "reduce" in kind.roles:
+        library.before_reduce.argtypes = (*rows, *coefficients, *numbers)
+        library.before_reduce.restype = None
+        library.reduce.argtypes = (*rows, *numbers, count, pointer)
+        library.reduce.restype = None
+    if "averages" in kind.roles:
+        library.averages.argtypes = (pointer, pointer, pointer, count, pointer)
+        library.averages.restype = None
+    return library
+
+
+class KindTable:
+    """The rows of a work that are of one kind, and calls of their compiled functions.
+
+    Attributes:
+        kind: the kind.
+        members: the indices of the rows in the work.
+    """
+
+    def __init__(self, kind: Kind, members: list[int], rows: Sequence[ParamRow]) -> None:
+        """Make the table of the rows ``members`` of ``rows``. Waits for the compiler.
+
+        Raises:
+            Exception: as :func:`source_of` and :meth:`Library.load`.
+        """
+        self.kind, self.members = kind, members
+        self._library = _library(kind)
+        self._alive: list[Any] = []  # the addresses are of this memory
+        self._table = array("q", chain.from_iterable(self._row(i, rows[i]) for i in members))
+        self._columns = len(self._table) // len(members)
+        widths = [kind.width_of(role) for role in ("update", "reduce")]
+        self._numbers = array("d", bytes(8 * max(widths) * len(members)))
+        self._of_rows = array("q", bytes(8 * len(members)))
+        self._rows = self._table.buffer_info()[0], len(members)
+        self._results = self._numbers.buffer_info()[0], self._of_rows.buffer_info()[0]
+
+    def _row(self, place: int, row: ParamRow) -> list[int]:
+        """The integers of a row."""
+        tensors = (row.param, *row.state, row.copy, row.low, *row.scales)
+        tensors = [t for t in tensors if t is not None]
+        self._alive += map(Tensor.untyped_storage, tensors)
+        integers = [place, *map(Tensor.data_ptr, tensors)]
+        if row.row_column_states is not None:
+            integers += row.row_column_states.addresses
+        integers += [0 if scalar is None else scalar.data_ptr() for scalar in row.scalars]
+        assert row.param is not None
+        integers += (row.param.numel(), row.group)
+        if self.kind.placed:
+            integers += (row.places.first, 0 if row.keys is None else row.keys.data_ptr())
+            integers += chain.from_iterable(row.places.jumps)
+        return integers
+
+    def update(self, table: "Table", coefficients: tuple[float, float], sums: Any) -> None:
+        """Advance the scalar states, and apply the rule, of all rows that have a gradient.
+
+        Args:
+            table: has the gradients and hyperparameters of this step.
+            coefficients: the reciprocal of the scale, and the clip coefficient.
+            sums: the addresses of :class:`Sums`, or ``(None, None)``.
+        """
+        inputs = table.hyper_at, *coefficients, *sums
+        threads = torch.get_num_threads()
+        self._library.update(table.grads_at, *self._rows, *inputs, *self._results, threads)
+
+    def before_reduce(self, table: "Table", coefficients: tuple[float, float]) -> None:
+        """Compute the numbers of ``reduce`` and ``averages``; arguments as for :meth:`update`."""
+        inputs = table.hyper_at, *coefficients
+        self._library.before_reduce(table.grads_at, *self._rows, *inputs, *self._results)
+
+    def reduce(self, table: "Table", sums: Tensor) -> None:
+        """Write the sums of the terms of ``reduce``, after :meth:`before_reduce`.
+
+        Args:
+            table: has the gradients of this step.
+            sums: zeros: float64, shape (rows of the work, terms).
+        """
+        to = torch.get_num_threads(), sums.data_ptr()
+        self._library.reduce(table.grads_at, *self._rows, *self._results, *to)
+
+    def numbers_of(self, index: int) -> array | None:
+        """The numbers of ``members[index]``, after :meth:`before_reduce`; ``None`` if absent."""
+        result, width = self._of_rows[index], self.kind.width_of("reduce")
+        return None if result < 0 else self._numbers[result * width : (result + 1) * width]
+
+    def line_sums(
+        self, table: "Table", index: int, numbers: array, own: RowColumnStates
+    ) -> list[Tensor]:
+        """The sums of each term of ``averages``: float64, shape (1, *shape of the statistic).
+
+        Args:
+            table: has the gradients of this step.
+            index: the index of the row in :attr:`members`.
+            numbers: of that row; see :meth:`numbers_of`.
+            own: the row and column states of that row.
+        """
+        if not own.numel:  # of a shard
+            shapes = [(1, *part.beside(own.shape)) for part in own.parts]
+            return [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
+        m, n = own.shape[-2:]
+        matrices, bands = own.numel // (m * n), -(-m // _BAND)
+        shapes = [(matrices, m) if of_rows else (matrices, bands, n) for of_rows in own.of_rows]
+        sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
+        to = array("q", map(Tensor.data_ptr, sums))
+        row = self._rows[0] + 8 * self._columns * index
+        threads, to_at = torch.get_num_threads(), to.buffer_info()[0]
+        numbers_at = numbers.buffer_info()[0]
+        self._library.averages(numbers_at, table.grads_at, row, threads, to_at)
+        # The function has added up all bands in the place of the first one.
+        return [
+            (x if of_rows else x[:, 0]).reshape(1, *part.beside(own.shape))
+            for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
+        ]
+
+
+class Table:
+    """All rows of a work, kept from step to step as ``work.backend_rows``.
+
+    Attributes:
+        gradients: the rows that have elements, by the dtypes of their gradients.
+        kinds: all rows, by kind; ``None`` until :meth:`prepare`.
+        grads: the addresses of the gradients of this step.
+        grads_at: where :attr:`grads` are.
+        hyper_at: where the hyperparameters of this step are: float64, one group after another.
+    """
+
+    def __init__(self, work: Work) -> None:
+        """Take the rows of ``work``, which may have no parameters."""
+        self.kinds: list[KindTable] | None = None
+        by_dtype: dict[Any, GradientRows] = {}
+        self._empty: list[int] = []
+        for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
+            tensor = grad if row.param is None else row.param
+            if tensor is None:  # an absent gradient, of a row that has nothing else
+                continue
+            if not (numel := tensor.numel()):
+                self._empty.append(place)
+                continue
+            dtypes = row.grad_dtype, row.compute_dtype
+            if dtypes not in by_dtype:
+                by_dtype[dtypes] = GradientRows(*dtypes)
+            by_dtype[dtypes].append(place, numel)
+        self.gradients = list(by_dtype.values())
+        counts = [row.in_norm for row in work.rows]
+        self._counts = None if all(counts) else torch.tensor(counts, device="cpu")
+        self._grads_version = -1
+
+    @staticmethod
+    def of(work: Work) -> "Table":
+        """The table of ``work``, with the gradients and hyperparameters of this step."""
+        table = work.backend_rows
+        if not isinstance(table, Table) or work.rule is None:  # then sizes are those of gradients
+            work.backend_rows = table = Table(work)
+        if table._grads_version != work.grads_version:
+            table._take(work)
+        return table
+
+    def _take(self, work: Work) -> None:
+        """Take the gradients and hyperparameters of this step."""
+        self.grads = addresses(work.grads)
+        for place in self._empty:
+            self.grads[place] = 0 if work.grads[place] is None else _EMPTY
+        self._hyper = array("d", map(float, chain.from_iterable(work.hyper)))
+        self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
+        self._grads_version = work.grads_version
+
+    def prepare(self, work: Work) -> None:
+        """Make :attr:`kinds`. Waits for the compiler.
+
+        Raises:
+            Exception: as :class:`KindTable`.
+        """
+        if self.kinds is not None:
+            return
+        kinds: dict[Kind, list[int]] = {}
+        for place, row in enumerate(work.rows):
+            kinds.setdefault(_kind(work, row), []).append(place)
+        for rows in self.gradients:
+            rows.compile()
+        self.kinds = [KindTable(kind, members, work.rows) for kind, members in kinds.items()]
+
+    def with_elements(self) -> list[int]:
+        """The indices of the rows that have a gradient with elements in this step."""
+        return [place for place, grad in enumerate(self.grads) if grad and grad != _EMPTY]
+
+    def counted(self, squares: Tensor) -> Tensor:
+        """``squares``, one for each row, with 0 for rows that the norm does not count."""
+        return squares if self._counts is None else torch.where(self._counts, squares, 0.0)
+
+
+def _kind(work: Work, row: ParamRow) -> Kind:
+    """The kind of a row of ``work``."""
+    assert work.rule is not None
+    kind = Kind(
+        work.rule,
+        row.flags,
+        row.dtypes,
+        tuple(None if scalar is None else scalar.dtype for scalar in row.scalars),
+        len(work.hyper[row.group]),
+        row.rounds,
+        row.codecs if row.is_coded else (),
+    )
+    return kind._replace(jumps=len(row.places.jumps)) if kind.placed else kind
