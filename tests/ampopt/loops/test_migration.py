@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.optimizers import Plain
 from support.readme import run
 from support.schedules_of_others import FLOAT32_MAX, SYSTEMS, DeepSpeed, histories
 
+import ampopt
 from ampopt import AdamW
+from ampopt.testing.bits import bits
 
 
 class ConsecutiveDeepSpeed(DeepSpeed):
@@ -184,3 +187,46 @@ def test_megatrons_masters_and_states_continue_as_in_megatron(step_in, names):
         optimizer.unscale_and_step(grads_scaled_by=8.0)
     for own, master in zip(optimizer.master_params(), masters, strict=True):
         torch.testing.assert_close(own, master.detach(), rtol=1e-6, atol=1e-7)
+
+
+# --- sharpness-aware minimization in two calls ----------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [ampopt.SGD, AdamW, Plain])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)], ids=str)
+def test_the_recipe_for_sam_skips_an_overflow_of_either_gradient(base, bad, tmp_path):
+    """An overflow of the first gradient alone makes the step that of the weights themselves."""
+    guide = run("Sharpness-aware minimization in two calls", tmp_path)
+    results = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        sam = guide["SAM"](model.parameters(), base if scaled else base, lr=0.25)
+        scale = ampopt.DynamicLossScale(init_scale=2.0**4) if scaled else None
+        for wrong in ((), bad, ()):
+            if not scaled and 1 in wrong:
+                continue
+            evaluations = iter(range(2))
+
+            def backward(scale, evaluations=evaluations, wrong=wrong, model=model):
+                place = next(evaluations)
+                loss = model(torch.eye(3)).square().sum()
+                ampopt.scale_outputs(loss, scale).backward()
+                if scale is None:  # the reference does not move where the other has overflowed
+                    factor = 0.0 if wrong == (0,) and place == 0 else 1.0
+                    for p in model.parameters():
+                        p.grad.mul_(factor)
+                elif place in wrong:
+                    model.bias.grad[0] = float("inf")
+
+            if scaled:
+                scale = guide["step"](sam, model, scale, backward)
+            else:
+                backward(None)
+                sam.first_step()
+                backward(None)
+                sam.second_step()
+        results.append(bits(list(model.parameters())))
+        if scaled:
+            assert scale.item() == (2.0**3 if 1 in bad else 2.0**4)
+    assert results[0] == results[1]
