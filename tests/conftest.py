@@ -28,6 +28,15 @@ if IS_WORKER:
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+def pytest_addoption(parser):
+    """Add the option that replaces a GPU."""
+    parser.addoption(
+        "--simulated-card",
+        action="store_true",
+        help="run the tests marked gpu (-m gpu) on a simulated card; see tests/simulated_card",
+    )
+
+
 def pytest_configure(config):
     """Keep the order of the tests under xdist, and stop when a worker ends.
 
@@ -40,6 +49,10 @@ def pytest_configure(config):
     # The main process of xdist runs no tests, so it does not import the fixtures, and torch.
     has_workers = config.getoption("dist", "no") != "no" and not config.option.collectonly
     if IS_WORKER or not has_workers:
+        if config.option.simulated_card:
+            if os.environ["TRITON_INTERPRET"] != "0":
+                raise pytest.UsageError("--simulated-card: select the tests by -m gpu")
+            config.pluginmanager.import_plugin("simulated_card.plugin")
         config.pluginmanager.import_plugin("support.fixtures")
 
 

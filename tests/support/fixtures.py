@@ -11,7 +11,7 @@ import torch
 import ampopt
 from ampopt import backend as backends
 from support import quick_interpreter
-from support.gpus import skip_without_gpu
+from support.gpus import DEVICE, skip_without_gpu
 from support.local_ranks import Ranks, preloaded_for_ranks
 from support.preloaded import Preloaded
 from support.requirements import skip_unless_it_runs
@@ -86,7 +86,7 @@ def backend_of_the_test(request):
             if name == "eager on a device":
                 stack.enter_context(backends.host_looking_away())
             if "GPU" in name:
-                stack.enter_context(torch.device("cuda"))
+                stack.enter_context(torch.device(DEVICE))
         yield
 
 

@@ -2,7 +2,7 @@
 
 All other tests run Triton's interpreter; one process can do only one of the two.
 
-Most of these tests also run where something executes the compiled kernels in place of a card. A
+Most of these tests also run on a simulated card (``pytest --simulated-card -m gpu``). A
 test that needs more of CUDA than its kernels names it, as in ``@needs_gpu(with_real="streams")``.
 """
 
@@ -11,17 +11,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import simulated_card
 import torch
 
 from ampopt._synchronization import sync_debug_mode
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
 __all__ = ["DEVICE", "ON_A_GPU", "needs_gpu", "no_waiting", "skip_without_gpu"]
 
-DEVICE = "cuda"
+DEVICE = "cpu" if simulated_card.STATE.installed else "cuda"
 
 
 def _missing() -> str | None:
+    if simulated_card.STATE.installed:
+        return None
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     if not HAS_TRITON:
@@ -57,4 +61,4 @@ ON_A_GPU = pytest.param("triton on a GPU", marks=pytest.mark.gpu)
 
 def no_waiting() -> AbstractContextManager[None]:
     """Raise if the host waits for the device, as far as torch detects it."""
-    return sync_debug_mode("error")
+    return assert_no_sync() if simulated_card.STATE.installed else sync_debug_mode("error")
