@@ -196,3 +196,17 @@ def on_shards() -> list[str]:
 
 def test_ranks_round_as_one_process_would(four_ranks):
     assert four_ranks.run(on_shards) == [[]] * 4
+
+
+@pytest.mark.parametrize("key", [0, 2**53 + 1, 2**62 + 12345])
+def test_every_bit_of_a_key_counts_on_every_backend(key):
+    """A float64 number holds keys up to 2**53 alone."""
+    after = []
+    for backend in BACKENDS:
+        ampopt.set_backend(backend)
+        p = Parameter(torch.linspace(1, 2, 300).to(BF16))
+        optimizer = sgd([p])
+        optimizer.state[p]["rounding_key"] = torch.tensor(key)
+        step(optimizer, [0.3 * ULP])
+        after.append(p.detach())
+    assert all(torch.equal(after[0], other) for other in after)
