@@ -116,11 +116,13 @@ class ElementwiseOptimizer(Optimizer):
     **Stochastic rounding.** With ``param_rounding="stochastic"``, a bfloat16 parameter without a
     master is rounded up or down at random after each step, with probabilities that make the
     rounding unbiased. Updates smaller than half an ulp then count on average, where rounding to
-    nearest would lose them. States and parameters of other dtypes are rounded to nearest. The
-    random numbers depend on the position of the parameter in the optimizer, the index of the
-    element, and a step counter in the state (``rounding_key``), which a skipped step does not
-    advance. So runs are reproducible bit for bit, on all backends, and for any number of ranks with
-    shards of the first dimension.
+    nearest would lose them. Its states are bfloat16, rounded in the same way, whatever its size, so
+    that an average of small numbers can fall: ``state_bits=32`` means 16 for it, and 8 remains 8.
+    States that are always in full precision (see below) are float32. Parameters of other dtypes,
+    and their states, are rounded to nearest. The random numbers depend on the position of the
+    parameter in the optimizer, the index of the element, and a step counter in the state
+    (``rounding_key``), which a skipped step does not advance. So runs are reproducible bit for bit,
+    on all backends, and for any number of ranks with shards of the first dimension.
 
     **Small states.** ``state_bits=8`` keeps each state of a parameter of 8192 elements or more as
     8-bit codes, with a float32 scale for each block of 128 elements: ``state[p]["exp_avg"]`` and
@@ -130,10 +132,12 @@ class ElementwiseOptimizer(Optimizer):
     stay close to those of float32 states; ``python -m ampopt.bench --fidelity`` measures them.
     In full precision remain: states of smaller parameters, and of float64 and complex ones; scalar,
     row and column states; copies and means of the parameter (``ScheduleFreeAdamW``, ``ASGD``); both
-    second moments with ``amsgrad``, and the averages of a centered ``RMSprop``. Blocks follow the
-    order of a contiguous parameter, also of a sharded one, so the number of ranks changes no bit; a
-    placement whose shards would cut a block is a ``ValueError``. :func:`ampopt.full_state_dict`
-    returns float32 states, which torch's optimizers load.
+    second moments with ``amsgrad``, and the averages of a centered ``RMSprop``. Beside these
+    moments and averages, signed states have at least 16 bits, as codes are too coarse to be divided
+    by an exact small number. Blocks follow the order of a contiguous parameter, also of a sharded
+    one, so the number of ranks changes no bit; a placement whose shards would cut a block is a
+    ``ValueError``. :func:`ampopt.full_state_dict` returns float32 states, which torch's optimizers
+    load.
 
     **24-bit masters.** ``master_bits=24``, with ``master_weights=True``, keeps 8 bits, int8, in
     ``state[p]["master_param"]`` in place of a float32 copy, for parameters of 8192 elements or

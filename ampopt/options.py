@@ -25,6 +25,7 @@ __all__ = [
     "check_state_bits",
     "is_stochastic",
     "master_bits",
+    "rounds_stochastically",
     "show_options",
     "show_torch_signature",
     "state_bits",
@@ -71,8 +72,8 @@ _DESCRIPTIONS = {
 """,
     "param_rounding": """\
         param_rounding: ``"nearest"``, or ``"stochastic"`` to round bfloat16 parameters without
-            master weights up or down at random; see :class:`ampopt.ElementwiseOptimizer`. Also an
-            option of a param group.
+            master weights, and their states, up or down at random; see
+            :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
 """,
     "state_bits": """\
         state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits; see
@@ -196,6 +197,15 @@ def state_bits(group: Mapping[str, Any]) -> int:
     return group.get(STATE_BITS, 32)
 
 
-def is_stochastic(group: dict[str, Any]) -> bool:
+def is_stochastic(group: Mapping[str, Any]) -> bool:
     """Whether ``group`` rounds bfloat16 parameters without master weights stochastically."""
     return group.get(PARAM_ROUNDING, "nearest") == "stochastic"
+
+
+def rounds_stochastically(group: Mapping[str, Any], param: torch.Tensor) -> bool:
+    """Whether ``param`` of ``group``, and its states, are rounded stochastically to bfloat16."""
+    return (
+        param.dtype == torch.bfloat16
+        and is_stochastic(group)
+        and not group.get("master_weights", False)
+    )

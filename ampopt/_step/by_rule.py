@@ -25,7 +25,7 @@ from ampopt._step.plan import Plan
 from ampopt._step.rows import keys_of
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import codecs_of
+from ampopt._step.small_states import codecs_of, dtype_of_states
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
@@ -171,7 +171,8 @@ class RuleRunner(RefersToOptimizer):
                     flags = rule.flag_values(group, kind_of(group, param))
                     codecs = codecs_of(rule, flags, group, param)
                     has_master = needs_master(group, param)
-                    convert(rule, state, param, flags, codecs, has_master=has_master)
+                    own = dtype_of_states(group, param, has_master=has_master)
+                    convert(rule, state, param, flags, codecs, own)
                     if any(codecs):
                         keys_of(optimizer, param, place)
                     states.append(state)
@@ -182,9 +183,9 @@ class RuleRunner(RefersToOptimizer):
     ) -> dict[str, Any]:
         """A copy of ``state``, with the states of ``param`` that a first step would add."""
         state, rule = state.copy(), self.rule
-        flags, groups = rule.flag_values(group, kind_of(group, param)), self.optimizer.param_groups
+        flags = rule.flag_values(group, kind_of(group, param))
         codecs = codecs_of(rule, flags, group, param)
-        complete(rule, groups, state, param, flags, codecs, self._complete_state)
+        complete(rule, group, state, param, flags, codecs, self._complete_state)
         return state
 
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
@@ -228,7 +229,7 @@ class RuleRunner(RefersToOptimizer):
                     group = optimizer.param_groups[index]
                     flags = rule.flag_values(group, kind_of(group, param))
                     codecs = codecs_of(rule, flags, group, param)
-                    state_of(optimizer, rule, param, flags, codecs, self._complete_state)
+                    state_of(optimizer, rule, group, param, flags, codecs, self._complete_state)
         decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
         # Without hooks: those of the class run around our step already.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)

@@ -18,7 +18,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt._step.torch_private import is_flattened_by_fsdp1
-from ampopt.options import is_stochastic
+from ampopt.options import rounds_stochastically
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Places
@@ -97,7 +97,15 @@ class RuleRows:
         for one in params:
             masters.of(groups[one.group], one.tensor)
         states = [
-            state_of(optimizer, rule, one.tensor, flags[variant], own_codecs, complete_state)
+            state_of(
+                optimizer,
+                rule,
+                groups[one.group],
+                one.tensor,
+                flags[variant],
+                own_codecs,
+                complete_state,
+            )
             for variant, one, own_codecs in zip(of, params, codecs, strict=True)
         ]
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
@@ -164,7 +172,7 @@ class RuleRows:
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
         low = master if master is not None and master.dtype == LOW_BITS else None
-        rounds, is_coded = _is_rounded_stochastically(group, param), any(codecs)
+        rounds, is_coded = rounds_stochastically(group, param), any(codecs)
         draws = rounds or is_coded or low is not None
         place = self._places[id(param)] if draws or rule.draws else 0
         keys = keys_of(self._optimizer, param, place) if draws else None
@@ -252,7 +260,7 @@ def _refuse_flattened(
     param = one.tensor
     if rule.reduces:
         what = "sums over whole parameters"
-    elif rule.draws or any(codecs) or _is_rounded_stochastically(group, param):
+    elif rule.draws or any(codecs) or rounds_stochastically(group, param):
         what = "uses the place of each element in its parameter, for random numbers or blocks"
     elif needs_master(group, param) and needs_low_bits(group, param):
         what = "uses the place of each element in its parameter, to round master weights"
@@ -263,12 +271,6 @@ def _refuse_flattened(
         "parameters and cut the result, so that the optimizer does not know them: shard the model "
         "by torch.distributed.fsdp.fully_shard (FSDP2)"
     )
-
-
-def _is_rounded_stochastically(group: dict[str, Any], param: Tensor) -> bool:
-    """Whether ``param`` is stored in bfloat16, rounded stochastically."""
-    of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
-    return of_bfloat16 and is_stochastic(group)
 
 
 def keys_of(optimizer: Any, param: Tensor, place: int) -> Tensor:

@@ -29,6 +29,7 @@ StateCompleter = Callable[[dict[str, Any]], None]
 def state_of(
     optimizer: Any,
     rule: Rule,
+    group: dict[str, Any],
     param: Tensor,
     flags: tuple[bool, ...],
     codecs: Sequence[Codec | None],
@@ -41,13 +42,13 @@ def state_of(
     if not rule.all_state_for(flags):
         return optimizer.state.get(param, {})  # like torch, add no empty state
     state = optimizer.state[param]
-    complete(rule, optimizer.param_groups, state, param, flags, codecs, complete_state)
+    complete(rule, group, state, param, flags, codecs, complete_state)
     return state
 
 
 def complete(
     rule: Rule,
-    groups: list[dict[str, Any]],
+    group: dict[str, Any],
     state: dict[str, Any],
     param: Tensor,
     flags: tuple[bool, ...],
@@ -58,7 +59,7 @@ def complete(
 
     Args:
         rule: the update rule.
-        groups: the param groups of the optimizer, for initial values that are hyperparameters.
+        group: the param group of ``param``.
         state: the state of ``param``; changed in place.
         param: the parameter.
         flags: the flags of the rule for ``param``.
@@ -66,21 +67,21 @@ def complete(
         complete_state: see :data:`StateCompleter`.
     """
     master = state.get(MASTER)
-    own = param.dtype if master is None else torch.float32
+    own = small_states.dtype_of_states(group, param, has_master=master is not None)
     scalars = rule.scalar_state_for(flags)
     small_states.restore_names(state, rule.state)
     if scalars and complete_state is not None:
         complete_state(state)
-    convert(rule, state, param, flags, codecs, has_master=master is not None)
+    convert(rule, state, param, flags, codecs, own)
     of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
     for part in rule.tensor_state_for(flags):
         if state.get(part.name) is None:
-            initial = None if part.init == PARAM else _initial(part, groups, param)
+            initial = None if part.init == PARAM else _initial(part, group)
             if (codec := of_states.get(part)) is not None:
                 small_states.add(state, part, param, codec, initial)
                 continue
             like = param if master is None or initial is not None else full_master(param, master)
-            state[part.name] = _new_state(part, like, _dtype_of(part, own), initial)
+            state[part.name] = _new_state(part, like, _dtype_of(part, own or param.dtype), initial)
     scalar_values = [state[part.name] for part in scalars if state.get(part.name) is not None]
     wide = torch.float64 in (
         [value.dtype for value in scalar_values] or [torch.get_default_dtype()]
@@ -89,7 +90,7 @@ def complete(
         if state.get(part.name) is None:
             dtype = part.dtype or (torch.float64 if wide else torch.float32)
             value = torch.zeros((), dtype=_dtype_on(dtype, param.device), device=param.device)
-            state[part.name] = value.fill_(_initial(part, groups, param))
+            state[part.name] = value.fill_(_initial(part, group))
 
 
 def convert(
@@ -98,13 +99,13 @@ def convert(
     param: Tensor,
     flags: tuple[bool, ...],
     codecs: Sequence[Codec | None],
-    *,
-    has_master: bool,
+    own: torch.dtype | None,
 ) -> None:
     """Convert values of ``state`` that a step cannot use: loaded from torch, or with other options.
 
-    A tensor state for which the rule declares no dtype keeps its dtype, unless the parameter has a
-    master. How many bits a state is kept in is decided by ``codecs``, not by what was loaded.
+    A tensor state for which the rule declares no dtype gets the dtype ``own``; see
+    :func:`ampopt._step.small_states.dtype_of_states`. How many bits a state is kept in is decided
+    by ``codecs``, not by what was loaded.
     """
     of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
     for part in rule.tensor_state_for(flags):
@@ -113,11 +114,11 @@ def convert(
         if small_states.convert_to_codec(state, part, param, of_states.get(part)):
             continue
         value = state[part.name]
-        has_declared_form = not has_master and part.dtype is None and part.shape is None
+        has_declared_form = own is None and part.dtype is None and part.shape is None
         if has_declared_form and value.is_contiguous() and not (value.is_neg() or value.is_conj()):
             continue
-        if has_master or part.dtype is not None:
-            value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
+        if own is not None or part.dtype is not None:
+            value = value.to(_dtype_of(part, own or param.dtype))
         if part.shape is not None:
             value = dtensor.as_replicated(value).contiguous()
         if value.is_conj() or value.is_neg():  # kernels read memory without the lazy sign
@@ -169,11 +170,10 @@ def _new_state(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> T
     return dtensor.from_local_like(new, like)
 
 
-def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
+def _initial(part: State, group: dict[str, Any]) -> Any:
     """The initial value of the state ``part``. Does not synchronize."""
     if not isinstance(part.init, str):
         return part.init
-    group = next(g for g in groups if any(p is param for p in g["params"]))
     if part.init not in group:
         raise KeyError(
             f"State {part.name!r} has init={part.init!r}, an entry of the param group, which has "

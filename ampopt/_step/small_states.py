@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import Run, places_in, runs_at
-from ampopt.options import state_bits
+from ampopt.options import rounds_stochastically, state_bits
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
 from ampopt_kernels.rule import MASTER, Rule, State
 
@@ -33,6 +33,7 @@ __all__ = [
     "codecs_of",
     "codes_key",
     "convert_to_codec",
+    "dtype_of_states",
     "full_precision",
     "has_codes",
     "is_large",
@@ -111,12 +112,26 @@ def codecs_of(
 ) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state of ``param``; ``None`` for full precision.
 
-    Parameters that are not :func:`is_large`, and float64 and complex ones have no codecs.
+    Parameters that are not :func:`is_large`, and float64 and complex ones have no codecs; but
+    those that are rounded stochastically have states that are, of 16 bits at most.
     """
     bits = state_bits(group)
     if not is_large(param) or param.dtype not in _PARAMS:
         bits = 32
+    if rounds_stochastically(group, param):
+        bits = min(bits, 16)
     return rule.codecs_for(flags, bits)
+
+
+def dtype_of_states(
+    group: Mapping[str, Any], param: Tensor, *, has_master: bool
+) -> torch.dtype | None:
+    """The dtype of states in full precision; ``None`` for any, at first the parameter's.
+
+    It is float32 beside a master, and where the parameter is rounded stochastically: rounded to
+    nearest, such states would lose small changes.
+    """
+    return torch.float32 if has_master or rounds_stochastically(group, param) else None
 
 
 def stored_codec(part: State, codes: Tensor) -> Codec:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.codecs import Codec
+from ampopt_kernels.codecs import BFLOAT16, SIGNED, Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
 from ampopt_kernels.state import MASTER, PARAM, State
 
@@ -468,7 +468,14 @@ def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | Non
     """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
     existing, flag_values = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
     bits = 32 if existing.row_column_states else bits
-    return tuple(part.codec_in(bits, flag_values) for part in existing.elementwise)
+    states = existing.elementwise
+    codecs = [part.codec_in(bits, flag_values) for part in states]
+    # Where a step divides by an exact state that is small, it needs the digits of a small signed
+    # state, which has few of them beside larger ones of its block.
+    pairs = zip(states, codecs, strict=True)
+    if any(codec is None and part.init != PARAM for part, codec in pairs):
+        codecs = [BFLOAT16 if codec is SIGNED else codec for codec in codecs]
+    return tuple(codecs)
 
 
 def _arguments(function: Any) -> int:

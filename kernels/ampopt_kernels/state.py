@@ -39,7 +39,7 @@ class State:
             :attr:`Rule.factors`.
         positive: whether no value is ever below 0, as in an average of squares. With the option
             ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
-            ``codecs.SIGNED``.
+            ``codecs.SIGNED``, or as ``codecs.BFLOAT16`` beside a state in full precision.
         codec: what to use in place of these two.
         full: whether the state is kept in full precision whatever ``state_bits`` is; or the flag
             under which it is. States with ``init="param"``, a ``shape`` or a ``dtype`` always are.

@@ -91,7 +91,7 @@ class Kind(NamedTuple):
         widths = self.rule.widths(self.n_hyper)
         if role == "reduce":
             return 2 + widths.reduce
-        of_places = (1 + self.keyed + places.NUMBERS * self.jumps) * self.placed
+        of_places = (1 + 2 * self.keyed + places.NUMBERS * self.jumps) * self.placed
         return 2 + widths.update + of_places
 
     @property
@@ -181,7 +181,10 @@ def _of_scalars(kind: Kind, *, with_sums: bool) -> str:
         program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
         stores = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
         if kind.placed:
-            of_places = ["row[FIRST]"] + ["*(int64_t*)row[KEY]"] * kind.keyed
+            of_places = ["row[FIRST]"]
+            if kind.keyed:  # in halves, as float64 does not hold every int64
+                key = "*(uint64_t*)row[KEY]"
+                of_places += [f"uint32_t({key})", f"uint32_t({key} >> 32)"]
             of_places += [f"row[JUMPS + {i}]" for i in range(places.NUMBERS * kind.jumps)]
     results = [*(cast(x, torch.float64) for x in h), *of_places]
     program.before += [f"result[{i}] = {x};" for i, x in enumerate(results, 2)]
@@ -323,13 +326,15 @@ def _update(kind: Kind) -> str:
         if kind.jumps:
             program.place = "places[i - block]"
             program.before.append("uint64_t places[BLOCK];")
-            numbers = f"h + {width + 1 + kind.keyed}"
+            numbers = f"h + {width + 1 + 2 * kind.keyed}"
             call = f"places_of({numbers}, {kind.jumps}, position, block, size, places);"
             statements.append(call)
     function = torch_language.bind(kind.rule.update, LANGUAGE)
     param, state = function(*arguments, *(program,) * kind.rule.draws)
     if kind.keyed:
-        program.before.append(f"const uint64_t key = h[{width + 1}];")
+        program.before.append(
+            f"const uint64_t key = (uint64_t)h[{width + 1}] | (uint64_t)h[{width + 2}] << 32;"
+        )
     if kind.rounds:
         chance = f"random_bits({program.place}, key, key >> 32) >> 16"
         new_param = program.new(torch.float32, cast(param, torch.float32), True)

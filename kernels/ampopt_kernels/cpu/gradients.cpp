@@ -16,7 +16,7 @@ static inline float float32(int32_t bits) {
     __builtin_memcpy(&x, &bits, sizeof(x));
     return x;
 }
-static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
+static inline float bfloat16(int16_t bits) { return float32(int32_t(uint32_t(bits) << 16)); }
 static inline float float16(int16_t bits) {
     bits &= 0x7FFF;
     const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // vectorized, unlike a branch

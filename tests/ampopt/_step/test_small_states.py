@@ -1,6 +1,7 @@
 """``state_bits``: which states have few bits, the steps with them, and checkpoints."""
 
 import copy
+import functools
 import inspect
 import io
 import math
@@ -22,7 +23,15 @@ import ampopt
 from ampopt._step.small_states import of_any_size
 from ampopt.bench import fidelity
 from ampopt.testing.bits import bits
-from ampopt_kernels import Codec, Rule, State, jit, rules, tl
+from ampopt_kernels import Codec, Rule, State, div_rn, jit, rules, sqrt_rn, tl
+
+
+@jit
+def _adam_without_corrections(p, g, state, h, flags):
+    mean = state[0] + 0.1 * (g - state[0])
+    square = state[1] + 0.001 * (g * g - state[1])
+    return p - h[0] * div_rn(mean, sqrt_rn(square) + 1e-8), (mean, square)
+
 
 SHAPES = [(128, 64), (90, 100), (12,)]
 BITS = st.sampled_from([8, 16])
@@ -264,6 +273,85 @@ def test_no_step_of_another_rule_is_misled(name):
         (of,) = fidelity.compare(makes[0], makes[1:], *fidelity.KINDS[label], steps=12)
         assert abs(of.length - 1) <= 0.05
         assert of.largest <= 3 * of.largest_exact
+
+
+class Exact(ampopt.ElementwiseOptimizer):
+    """Adam by a rule of an author, whose second moment is always in full precision."""
+
+    rule = Rule(
+        update=_adam_without_corrections,
+        hyper=("lr",),
+        state=(State("mean"), State("square", positive=True, full=True)),
+    )
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": fidelity.LR}, **options)
+
+
+def amsgrad(params: Any, **options: Any) -> ampopt.Adam:
+    return ampopt.Adam(params, lr=fidelity.LR, amsgrad=True, **options)
+
+
+@pytest.mark.parametrize("cls", [amsgrad, Exact])
+def test_no_step_is_misled_where_one_state_is_exact(cls):
+    """Elements much smaller than others of their block have few digits in a signed code."""
+    makes = [functools.partial(cls, state_bits=bits_) for bits_ in (32, 8)]
+    (of,) = fidelity.compare(makes[0], makes[1:], "uneven", 1e-2, steps=60)
+    assert of.largest <= 1.5 * of.largest_exact
+    assert abs(of.length - 1) <= 0.01
+
+
+# --- states of parameters that are rounded stochastically -----------------------------------------
+
+STOCHASTIC = [
+    (ampopt.AdamW, {}),
+    (ampopt.Adam, {"amsgrad": True}),
+    (ampopt.RMSprop, {"centered": True}),
+    (ampopt.ScheduleFreeAdamW, {}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), STOCHASTIC)
+@pytest.mark.parametrize("n", [64, 8192])
+def test_averages_of_stochastically_rounded_parameters_fall(cls, options, n):
+    """Rounded to the nearest, a second moment stays where it was when the gradients were large."""
+    after = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
+        optimizer = cls([p], lr=1e-3, param_rounding="stochastic", **options)
+        optimizer.param_groups[0]["betas"] = (0.9, 0.98)  # falls sooner
+        for step in range(300):
+            p.grad = torch.full_like(p, 1.0 if step < 20 else 0.01)
+            optimizer.step()
+        state = {name: x for name, x in optimizer.state[p].items() if x.ndim}
+        after.append([x.float().mean() for x in (p, *state.values())])
+    torch.testing.assert_close(*after, rtol=0.1, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits_", [8, 16, 32])
+def test_states_of_stochastically_rounded_parameters_are_bfloat16_or_exact(bits_):
+    small, large = params_of([(7,), (8192,)], dtype=torch.bfloat16)
+    for cls, options in STOCHASTIC:
+        optimizer = cls([small, large], param_rounding="stochastic", state_bits=bits_, **options)
+        stepped(optimizer, 1)
+        for part in optimizer.rule.state:
+            for p in (small, large):
+                if (state := optimizer.state[p].get(part.name)) is not None:
+                    allowed = {torch.bfloat16, torch.float32}
+                    allowed |= {torch.int8, torch.uint8} if bits_ == 8 and p is large else set()
+                    assert state.dtype in allowed
+        assert optimizer.state[small]["rounding_key"].dtype == torch.int64
+
+
+def test_states_in_bfloat16_of_torch_are_loaded_and_rounded_from_then_on():
+    (p,) = params_of([(64,)], dtype=torch.bfloat16)
+    theirs = stepped(torch.optim.Adam([p], amsgrad=True), 2)
+    ours = ampopt.Adam([p], amsgrad=True, param_rounding="stochastic")
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for name, dtype in (("exp_avg", torch.bfloat16), ("max_exp_avg_sq", torch.float32)):
+        assert ours.state[p][name].dtype == dtype
+        assert torch.equal(ours.state[p][name].float(), theirs.state[p][name].float())
+    torch.optim.Adam([p], amsgrad=True).load_state_dict(ampopt.full_state_dict(stepped(ours, 1)))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
