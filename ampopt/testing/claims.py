@@ -6,6 +6,7 @@ import random
 import unittest
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import hypothesis
@@ -21,6 +22,7 @@ from ampopt._step.small_states import of_any_size
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.device import as_on_a_device
+from ampopt_kernels import Rule
 
 __all__ = [
     "QUICK",
@@ -29,7 +31,9 @@ __all__ = [
     "apart",
     "check_claims",
     "invariant",
+    "keeping_signed",
     "maker",
+    "positive_states",
     "settings_of",
     "storing",
 ]
@@ -100,6 +104,9 @@ class Claims:
             channels-last.
         layout_changes_no_bit (bool, default True): a step gives the same bits in every layout. Set
             it to False if the step computes norms or sums in memory order.
+        elementwise (bool, default True): the update of an element depends on no other element, nor
+            on its place in the parameter. Set it to False for norms, matrices, sums and noise; only
+            tested with ``any_layout`` and ``layout_changes_no_bit``, which these lack as well.
         several_groups (bool, default True): the optimizer takes several param groups.
         continuous (bool, default True): small changes of gradients change a step little, so
             training in the parameter's dtype stays near a float64 reference. Set it to False if the
@@ -136,9 +143,9 @@ class Claims:
             and as on an accelerator (True); see :func:`ampopt.testing.as_on_a_device`.
         state_bits (tuple of int, default ``(32, 16, 8)``): an optimizer of a rule keeps its states
             in one of these numbers of bits in each example, as a param group with ``state_bits``
-            does, also those of small parameters. Invariants that need ``independent_parameters``
-            keep 32 bits, since random rounding depends on the place of a parameter in the
-            optimizer, and so do sparse gradients.
+            does, also those of small parameters. Invariants that need ``independent_parameters`` or
+            ``elementwise`` keep 32 bits, since random rounding depends on the place of an element
+            in the optimizer, and so do sparse gradients.
         settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
             ``None`` means the active profile's; ``ampopt.testing.QUICK`` draws a tenth of the
             examples of Hypothesis's default.
@@ -155,6 +162,7 @@ class Claims:
     closures: ClassVar[bool] = True
     any_layout: ClassVar[bool] = True
     layout_changes_no_bit: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     several_groups: ClassVar[bool] = True
     continuous: ClassVar[bool] = True
     independent_parameters: ClassVar[bool] = True
@@ -274,7 +282,13 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                 )
                 error.example = example  # type: ignore[attr-defined]
                 if _is_shrunk():
-                    self.failure = failures.of_example(name, error, example, claims, passes(self))
+                    make = maker(self, example.get("options") or {})
+                    positive = positive_states(make) if "history" in example else []
+                    self.failure = failures.of_example(
+                        name, error, example, claims, passes(self), positive
+                    )
+                    for cause in self.failure.causes:
+                        hypothesis.note(f"The likely cause: {cause}.")
                     for explanation in self.failure.explanations:
                         hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
@@ -294,7 +308,8 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
             draws["options"] = cls.options
         draws["on_device"] = st.sampled_from(cls.on_device)
         sparse = "sparse_gradients" in claims or not cls.dense_gradients
-        if not (sparse or "independent_parameters" in claims or "bits" in draws):
+        by_place = {"independent_parameters", "elementwise"} & set(claims)
+        if not (sparse or by_place or "bits" in draws):
             draws["state_bits"] = st.sampled_from(cls.state_bits)
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -347,10 +362,15 @@ def _run(
     options: dict[str, Any] | None = None,
     on_device: bool = False,
     state_bits: int = 32,
+    signed: str | None = None,
     **example: Any,
 ) -> None:
-    """Run an invariant once on drawn arguments, on the CPU or as on a device."""
-    make = storing(maker(self, options or {}), state_bits=state_bits)
+    """Run an invariant once on drawn arguments, on the CPU or as on a device.
+
+    ``signed`` is the name of a state that is taken as declared without ``positive=True``.
+    """
+    make = keeping_signed(maker(self, options or {}), signed)
+    make = storing(make, state_bits=state_bits)
     with apart(), of_any_size(), as_on_a_device() if on_device else _as_it_is():
         functools.partial(body, self, make)(**example)
 
@@ -397,6 +417,37 @@ def storing(make: Make, **options: Any) -> Make:
         return make([{**entries, **group} for group in groups])
 
     return make_storing
+
+
+def positive_states(make: Make) -> list[str]:
+    """The names of the states that the optimizer's rule declares ``positive``, if it has a rule."""
+    try:
+        optimizer = make([torch.nn.Parameter(torch.ones(1))])
+    except Exception:  # it may refuse such a parameter
+        return []
+    if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
+        return []
+    return [part.name for part in optimizer.rule.state if part.positive]
+
+
+def keeping_signed(make: Make, name: str | None) -> Make:
+    """``make``, with the state ``name`` declared without ``positive=True``."""
+    if name is None:
+        return make
+
+    def make_signed(params: Any) -> Any:
+        optimizer = make(params)
+        optimizer.rule = _with_signed(optimizer.rule, name)
+        return optimizer
+
+    return make_signed
+
+
+@functools.cache  # a rule is compiled once
+def _with_signed(rule: Rule, name: str) -> Rule:
+    """``rule``, with its state ``name`` declared without ``positive=True``."""
+    parts = (replace(part, positive=part.positive and part.name != name) for part in rule.state)
+    return replace(rule, state=tuple(parts))
 
 
 @contextmanager

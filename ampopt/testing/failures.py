@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from ampopt.testing.blueprints import Blueprint, History
 
-__all__ = ["Failure", "Summary", "explanations", "of_calls", "of_example", "summary_of"]
+__all__ = [
+    "Failure",
+    "Summary",
+    "explanations",
+    "negative_states",
+    "of_calls",
+    "of_example",
+    "summary_of",
+]
 
 Example = TypeVar("Example")
 _LINES = 24
@@ -31,6 +39,7 @@ class Failure:
         order: sort key; the smallest example is reported first.
         message: the error message.
         explanations: claims to set if the optimizer is not meant to keep the invariant.
+        causes: likely faults of the optimizer, without which the example passes.
     """
 
     test: str
@@ -38,6 +47,7 @@ class Failure:
     order: tuple[int, ...]
     message: str
     explanations: tuple[str, ...]
+    causes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> Iterator[str]:
@@ -45,6 +55,8 @@ class Failure:
         yield f"{self.test} ({self.size})"
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
         yield "    " + _cut(" ".join(lines[:2]) or "no message")
+        for cause in self.causes:
+            yield "    " + _cut(f"likely: {cause}")
         if self.explanations:
             yield "    " + _cut(f"if it is not meant to: {', or '.join(self.explanations)}")
 
@@ -55,6 +67,7 @@ def of_example(
     example: Mapping[str, Any],
     claims: Iterable[str],
     passes: Callable[[Mapping[str, Any]], bool],
+    positive: Iterable[str] = (),
 ) -> Failure:
     """Describe the failure of an invariant that needs ``claims`` on the arguments ``example``.
 
@@ -64,6 +77,7 @@ def of_example(
         example: the arguments, shrunk.
         claims: claims that the invariant needs.
         passes: whether the invariant holds for other arguments.
+        positive: names of the states that are declared positive.
     """
     history = example.get("history")
     size, order = "an example", (0,)
@@ -75,13 +89,31 @@ def of_example(
         if not any(isinstance(value, st.DataObject) for value in example.values()):
             limits = _LIMITS
     likely = tuple(explanations(claims, example, limits, passes))
-    return Failure(test, size, order, str(error), likely)
+    in_few_bits = _in_full_precision(example) != example
+    signs = {name: {**example, "signed": name} for name in positive if in_few_bits and limits}
+    return Failure(test, size, order, str(error), likely, tuple(negative_states(signs, passes)))
 
 
-def of_calls(test: str, error: BaseException, calls: int, claims: Iterable[str]) -> Failure:
+def of_calls(
+    test: str, error: BaseException, calls: int, claims: Iterable[str], causes: Iterable[str] = ()
+) -> Failure:
     """Describe the failure of a sequence of ``calls`` calls, which ``claims`` would exclude."""
     size = f"{calls} call{'' if calls == 1 else 's'}"
-    return Failure(test, size, (calls,), str(error), tuple(claims))
+    return Failure(test, size, (calls,), str(error), tuple(claims), tuple(causes))
+
+
+def negative_states(
+    signed: Mapping[str, Example], passes: Callable[[Example], bool]
+) -> Iterator[str]:
+    """Which states that are declared positive explain a failure, in sentences.
+
+    Args:
+        signed: for each such state, the example with that state kept as any other.
+        passes: whether the test passes with another example.
+    """
+    for name, example in signed.items():
+        if passes(example):
+            yield f"State({name!r}, positive=True) becomes negative: remove positive=True"
 
 
 def explanations(

@@ -14,8 +14,16 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from ampopt.testing.beside import Double
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.changes import Changes, kinds
-from ampopt.testing.claims import Claims, check_claims, maker, settings_of, storing
-from ampopt.testing.failures import explanations, of_calls
+from ampopt.testing.claims import (
+    Claims,
+    check_claims,
+    keeping_signed,
+    maker,
+    positive_states,
+    settings_of,
+    storing,
+)
+from ampopt.testing.failures import explanations, negative_states, of_calls
 from ampopt.testing.float64 import Float64
 from ampopt.testing.machine import MOST, Call, Machine, call, precondition, recorded
 
@@ -85,8 +93,10 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
         test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
         sequence = CallSequence(cls, of_float64, Machine.last.calls)
         calls = len(sequence.calls) - 1
-        likely = sequence.explanations(claims) if calls >= 0 else ()  # no optimizer was made
-        contract.failure = of_calls(test, error, max(calls, 0), likely)
+        likely, causes = (), ()
+        if calls >= 0:  # else no optimizer was made
+            likely, causes = sequence.explanations(claims), sequence.causes()
+        contract.failure = of_calls(test, error, max(calls, 0), likely, causes)
         raise
 
 
@@ -117,6 +127,15 @@ class CallSequence(NamedTuple):
     def explanations(self, claims: Sequence[str]) -> Iterator[str]:
         """The claims that would exclude the failure of a test that needs ``claims``."""
         return explanations(claims, self, _LIMITS, CallSequence.passes)
+
+    def causes(self) -> Iterator[str]:
+        """The states whose declaration explains the failure."""
+        if self.in_full_precision() == self:
+            return iter(())
+        make = maker(self.contract(), self.calls[0].arguments["options"])
+        names = positive_states(make)
+        signed = {name: self.claiming(make=_making_signed(name)) for name in names}
+        return negative_states(signed, CallSequence.passes)
 
     def claiming(self, **claims: Any) -> "CallSequence":
         """The sequence for a contract with other claims."""
@@ -153,6 +172,16 @@ _LIMITS: dict[str, Callable[[CallSequence], CallSequence]] = {
     },
 }
 """Claims that limit the sequences, and how a sequence is changed to keep within each."""
+
+
+def _making_signed(name: str) -> Any:
+    """The method ``make`` of a contract, with the state ``name`` kept as any other."""
+
+    def make(self: Any, params: Any, **options: Any) -> Any:
+        of_contract: Any = super(type(self), self)
+        return keeping_signed(functools.partial(of_contract.make, **options), name)(params)
+
+    return make
 
 
 @functools.cache

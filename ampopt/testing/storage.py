@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims, check_claims, invariant
 from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.skipping import ending_well
 from ampopt.testing.training import (
@@ -177,6 +177,49 @@ class Storage(Claims):
             assert_same(bits(p), bits(other.params[i]), f"parameter {i} in another layout")
             strides = history.params[i].tensor().stride()
             assert p.stride() == strides, f"the layout of parameter {i} has changed"
+
+    @invariant(
+        claim=("plain_steps", "elementwise"),
+        history=lambda cls: cls.histories(layouts=False),
+        shift=lambda _: st.integers(1, 12),
+        mirrors=lambda _: st.booleans(),
+    )
+    def test_elements_train_alike(
+        self, make: Any, history: History, shift: int, mirrors: bool
+    ) -> None:
+        """Parameters whose elements are permuted train to the permuted result.
+
+        So elements with equal values and gradients train alike, wherever they are. A loop that ends
+        one element too early, or a kernel whose last block is not full, leaves some out: they never
+        train, and no comparison with the same code shows it.
+        """
+        # Without these, a sum, a matrix or noise may make elements depend on their places.
+        check_claims(type(self), ("any_layout", "layout_changes_no_bit", "dense_gradients"))
+
+        def places(blueprint: Blueprint) -> list[int]:
+            """For each place of the permuted tensor, the place that its element had."""
+            n = blueprint.numel
+            moved = [(i + shift) % n for i in range(n)]
+            return moved[::-1] if mirrors else moved
+
+        def permuted(blueprint: Blueprint | None) -> Blueprint | None:
+            if blueprint is None:
+                return None
+            numbers = blueprint.tensor().reshape(-1).tolist()
+            moved = tuple(numbers[i] for i in places(blueprint))
+            return replace(blueprint, numbers=moved, spots=())
+
+        other = History(
+            tuple(filter(None, map(permuted, history.params))),
+            tuple(tuple(map(permuted, step)) for step in history.steps),
+            history.overflows,
+            history.groups,
+        )
+        one, moved = train_on(make, history), train_on(make, other)
+        for i, blueprint in enumerate(history.params):
+            expected = one.params[i].detach().reshape(-1)[places(blueprint)]
+            actual = moved.params[i].detach().reshape(-1)
+            assert_same(bits(actual), bits(expected), f"parameter {i} with its elements permuted")
 
 
 def train_on(make: Any, history: History) -> Trained:

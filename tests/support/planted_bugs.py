@@ -54,6 +54,18 @@ def planted(what: str, caught_by: str, **claims: Any) -> Callable[[type[Any]], t
     return enter
 
 
+# Which elements are stepped.
+
+
+@planted("leaves out the last element of each parameter", "elements_train_alike")
+class LeavesOut(Decayed):
+    def one(self, p, g, state, lr, group):
+        before = p.clone()
+        super().one(p, g, state, lr, group)
+        if p.numel():
+            p[(-1,) * p.ndim] = before[(-1,) * p.ndim]
+
+
 # Which steps are skipped.
 
 

@@ -1,15 +1,18 @@
 """The testing kit as users run it, and its helpers."""
 
+import math
 import os
 import re
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from support import torch_options
+from support.planted_bugs import PositiveMean
 from torch.nn import Parameter
 
 import ampopt
@@ -21,7 +24,9 @@ from ampopt.testing import (
     assert_same,
     bits,
     inject_overflow,
+    strategies,
 )
+from ampopt.testing.claims import positive_states
 from ampopt.testing.failures import Summary, of_calls, of_example
 from ampopt.testing.machine import Call
 from ampopt.testing.saving import from_bytes, to_bytes
@@ -165,6 +170,96 @@ def test_full_precision_is_suggested_only_if_the_example_passes_in_it(name):
 
     assert explained_by(lambda drawn: drawn[name] == 32) == ("state_bits = (32,)",)
     assert explained_by(lambda drawn: False) == ()
+
+
+def test_a_negative_state_that_is_declared_positive_is_the_likely_cause():
+    class TestSigns(OptimizerContract):
+        def make(self, params):
+            return PositiveMean(params)
+
+    grad = Blueprint((1,), (-1.0,))
+    history = History((Blueprint((1,), (1.0,)),), ((grad,),), (False,))
+    contract: Any = TestSigns()
+    example: Any = {"history": history, "bits": 8}
+    contract.replay("test_small_states_are_near_full_ones", **example, signed="mean")
+    for signed in (None, "square"):
+        with pytest.raises(AssertionError, match="is kept as 0"):
+            contract.replay("test_small_states_are_near_full_ones", **example, signed=signed)
+
+    def failure(passes):
+        names = positive_states(contract.make)
+        assert names == ["mean", "square"]
+        return of_example("test_it", AssertionError(), example, (), passes, names)
+
+    by_cause = failure(lambda drawn: drawn.get("signed") == "mean" or drawn["bits"] == 32)
+    cause = "State('mean', positive=True) becomes negative: remove positive=True"
+    assert (by_cause.causes, by_cause.explanations) == ((cause,), ("state_bits = (32,)",))
+    assert list(by_cause.lines)[2:4] == [
+        f"    likely: {cause}",
+        "    if it is not meant to: state_bits = (32,)",
+    ]
+    assert failure(lambda drawn: drawn["bits"] == 32).causes == ()
+
+
+@pytest.mark.parametrize(("bits_", "found"), [(8, True), (32, False)])
+def test_of_a_sequence_a_negative_state_is_the_likely_cause_too(bits_, found):
+    class Loud(PositiveMean):
+        def unscale_and_step(self, *args, **options):
+            small = "state_bits" in self.param_groups[0]
+            if small and any(part.positive and part.name == "mean" for part in self.rule.state):
+                raise AssertionError("negative")
+            return super().unscale_and_step(*args, **options)
+
+    class Contract(OptimizerContract):
+        def make(self, params):
+            return Loud(params)
+
+    begin = {"shapes": [()], "dtype": torch.float32, "options": {}, "on_device": False}
+    calls = [Call("begin", {**begin, "kind": "number", "state_bits": bits_}), Call("advance", {})]
+    sequence = CallSequence(Contract, False, calls)
+    assert sequence.passes() is not found
+    causes = list(sequence.causes())
+    assert [("'mean'" in cause, "positive=True" in cause) for cause in causes] == [
+        (True, True)
+    ] * found
+
+
+@pytest.mark.parametrize("claim", ["elementwise", "any_layout", "layout_changes_no_bit"])
+def test_elements_are_permuted_only_where_that_changes_nothing(claim):
+    class Contract(OptimizerContract):
+        settings = hypothesis.settings(max_examples=2, database=None)
+
+        def make(self, params):
+            return ampopt.SGD(params, lr=0.5)
+
+    contract: Any = type("Contract", (Contract,), {claim: False})
+    with pytest.raises(unittest.SkipTest, match=f"not claimed: {claim}"):
+        contract().test_elements_train_alike()
+
+
+def test_what_is_not_claimed_is_a_skip_under_unittest_too():
+    class Contract(OptimizerContract, unittest.TestCase):
+        closures = elementwise = any_layout = plain_steps = False
+
+        def make(self, params):
+            return ampopt.SGD(params, lr=0.5)
+
+    names = [name for name in dir(Contract) if name.startswith("test_")]
+    suite = unittest.TestSuite(map(Contract, names))
+    result = suite.run(unittest.TestResult())
+    assert not result.failures and not result.errors
+    reasons = [reason for _, reason in result.skipped]
+    assert any("not claimed: plain_steps" in reason for reason in reasons)
+
+
+def test_numbers_shrink_to_one_and_not_to_zeros():
+    for kind in ("ordinary", "edge"):
+        drawn = strategies.values(torch.float32, kind)
+        settings = hypothesis.settings(max_examples=2000, database=None, derandomize=True)
+        assert hypothesis.find(drawn, lambda x: True, settings=settings) == 1.0
+        zero = hypothesis.find(drawn, lambda x: x == 0, settings=settings)
+        assert math.copysign(1.0, zero) == 1.0
+        hypothesis.find(drawn, lambda x: math.copysign(1.0, x) < 0 == x, settings=settings)
 
 
 class Drifts(ampopt.SGD):
