@@ -13,7 +13,7 @@ optimizer of torch is here, and some more. Then let it scale the loss::
 
 ``unscale_and_step`` is a *control point*: a method that divides the gradients by the loss scale,
 checks them for inf and NaN (overflow), and steps or skips the step. The skip is decided on the GPU,
-without synchronization. With bfloat16, pass ``grads_scaled_by=None``: it needs no scale.
+without synchronization. With bfloat16, pass ``grads_scaled_by=1.0``: it skips, and scales nothing.
 
 Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
 

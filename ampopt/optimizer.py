@@ -375,7 +375,7 @@ class Optimizer(torch.optim.Optimizer):
         with gradients of all parameters would leave: the initial values, of the right dtype and
         sharding, also of master weights, step counts, codes and random keys, for every parameter
         that requires a gradient. States that exist, parameters, gradients and random generators
-        stay as they are. Does not synchronize. If parameters are ``DTensor``s, all ranks call it.
+        stay as they are. Does not synchronize. With ``DTensor`` parameters, all ranks call it.
 
         torch's way, a step with learning rate 0 and gradients of zero, which
         ``get_state_dict`` of ``torch.distributed.checkpoint`` takes if there is no state yet,

@@ -141,6 +141,8 @@ ON_RANKS = {
 IN_FRAMEWORKS = {
     "With Lightning",
     "With Accelerate and transformers",
+    "With states in 8 bits",
+    "Trainers of transformers and trl",
     "With verl",
     "does not allow for gradient clipping because it performs unscaling of gradients internally",
 }

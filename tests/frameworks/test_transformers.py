@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import readme
 from support.requirements import needs
 
 import ampopt
@@ -311,3 +312,10 @@ def test_an_overflow_in_bfloat16_is_skipped(tmp_path):
     assert all(p.isfinite().all() for p in model.parameters())
     states = trainer.optimizer.optimizer.state.values()
     assert {float(state["step"]) for state in states} == {5.0}
+
+
+def test_the_block_of_the_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = readme.run("Trainers of transformers and trl", tmp_path)
+    assert names["scaler"].get_scale() > 0
+    assert all(p.isfinite().all() for p in names["model"].parameters())
