@@ -73,9 +73,10 @@ class Optimizer(torch.optim.Optimizer):
     gradient overflowed.
 
     An unscale also ends, without a step, when all its gradients have been cleared, as
-    ``model.zero_grad()`` does, or when another control point finds that other gradients have
-    replaced all of them, as a backward pass after ``model.zero_grad()`` does. It does not end when
-    gradients are set to zero in place (``set_to_none=False``), which could be an edit.
+    ``model.zero_grad()`` does, or when another control point finds that it had none, or that other
+    gradients have replaced all of them, as a backward pass after ``model.zero_grad()`` does. It
+    does not end when gradients are set to zero in place (``set_to_none=False``), which could be an
+    edit. A step uses gradients that were replaced, as edited.
 
     Other calls raise a ``RuntimeError`` that names the call to make first: while pending
     ``unscale``, ``unscale_and_step`` and ``accumulate``, and ``step(closure)`` of an ordinary step;

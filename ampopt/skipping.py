@@ -60,8 +60,8 @@ class skip_when:
     or ``unscale_and_step(..., loss=loss)``; a loss of NaN is too large. After ``accumulate``, the
     norm is that of the sum, and the loss the one that is passed to the step.
 
-    Never skipped: a plain ``step()``, a step with ``grads_scaled_by=None``, and a step under a
-    scale with ``drop_overflow_update=False``.
+    Never skipped: a plain ``step()`` without an ``unscale`` before it, a step with
+    ``grads_scaled_by=None``, and a step under a scale with ``drop_overflow_update=False``.
 
     **Many ranks.** The norm is over all ranks of the process group. The loss is the mean over the
     ranks that pass one, by the all-reduce that the step makes anyway: NaN on one rank skips the

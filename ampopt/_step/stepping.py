@@ -560,8 +560,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Raise, naming ``call``, in the state *pending*.
 
         If other gradients have replaced all that were unscaled, as a new backward pass after
-        ``model.zero_grad()`` does, the unscale is over instead. A step uses such gradients: they
-        may have been edited out of place.
+        ``model.zero_grad()`` does, or there were none, as on a rank without gradients, the unscale
+        is over instead. A step uses such gradients: they may have been edited out of place.
         """
         if self.pending is not None and not self.pending.is_left:
             self._drop_pending()

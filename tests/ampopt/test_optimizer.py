@@ -285,6 +285,16 @@ def test_an_unscale_lasts_while_a_gradient_is_left(zeroed):
     optimizer.step_after_unscale()
 
 
+def test_an_unscale_without_gradients_is_not_waited_for(param):
+    """A rank may have none, while others leave the step out after an overflow."""
+    param.grad = None
+    optimizer = ampopt.AdamW([param])
+    for _ in range(2):
+        optimizer.unscale(grads_scaled_by=2.0)
+    optimizer.step_after_unscale()
+    assert not optimizer.state
+
+
 def test_a_pending_unscale_keeps_no_gradient_alive(param):
     optimizer = sgd(param)
     optimizer.unscale(grads_scaled_by=2.0)

@@ -194,6 +194,22 @@ def test_training_is_bitwise_what_it_is_without(steps, scale, clips, options):
     assert optimizer.state_dict().keys() == made()[0].state_dict().keys()
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain, ampopt.Muon])
+@pytest.mark.parametrize("before", ["unscale", "accumulate"])
+def test_a_plain_step_that_follows_a_flag_is_recorded_as_a_control_point(cls, before):
+    param = Parameter(torch.ones(2, 2))
+    optimizer, scale = cls([("w", param)]), ampopt.StaticLossScale(2.0)
+    watch = ampopt.Watch(optimizer)
+    for value in (1.0, INF, 2.0):
+        param.grad = torch.full((2, 2), value)
+        getattr(optimizer, before)(grads_scaled_by=scale)
+        optimizer.step()
+    result = watch.read()
+    assert (result["steps"], result["skips"]) == (3, 1)
+    assert result["parameters"]["w"]["overflows"] == 1
+    assert result["parameters"]["w"]["last_overflow"] == 2
+
+
 @pytest.mark.parametrize("exact", [3.0, 1000.0 / 3])
 def test_underflow_is_counted_after_unscaling(exact):
     optimizer, params = made()
