@@ -37,6 +37,8 @@ class Agreement:
 
     Attributes:
         place: the index of this rank among them.
+        is_sharded_throughout: whether every parameter is a ``DTensor`` that is sharded over all of
+            these ranks. The flag of torch's scaler is then all-reduced already.
     """
 
     def __init__(
@@ -81,6 +83,13 @@ class Agreement:
         self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
         self.place = self._ranks.index(here)
         self._rows = RowsOnDevices(len(self._ranks), self.place)
+        self.is_sharded_throughout = not names_ranks and all(
+            is_dtensor(param)
+            and param.device_mesh == mesh
+            and not any(placement.is_replicate() for placement in param.placements)
+            for group in param_groups
+            for param in group["params"]
+        )
         # Of the parameters that all ranks have, as copies or shards.
         self._params = _digest(
             param

@@ -21,6 +21,7 @@ from ampopt._step import ranks
 from ampopt._step.step_hooks import SCALER_WRAPPER, beneath_hooks, has_own_step, has_step
 from ampopt._step.stepping import StepOutcome
 from ampopt._step.torch_private import uncompiled
+from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 
 __all__ = ["ScalerHandoff", "SupportsAmpScaling", "following_unscale", "take_handoff", "wrap_step"]
@@ -34,10 +35,12 @@ class ScalerHandoff:
         grad_scale: the factor by which the gradients are multiplied, a tensor; ``None`` for 1.
         found_inf: a tensor of one element, more than 0 after an overflow; the number 0 without
             gradients.
+        is_final: whether the step need not check gradients that the scaler has not unscaled.
     """
 
     grad_scale: Tensor | None
     found_inf: Any
+    is_final: bool = False
 
     @property
     def request(self) -> Request:
@@ -49,7 +52,8 @@ class ScalerHandoff:
         """
         found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
         is_scaled = self.grad_scale is not None
-        return Request(scale=self.grad_scale, check=is_scaled, found_inf=found_inf, write=is_scaled)
+        checks = is_scaled and not self.is_final
+        return Request(scale=self.grad_scale, check=checks, found_inf=found_inf, write=is_scaled)
 
     def leave_for_scaler(self, optimizer: Any, decision: Decision | None) -> None:
         """Set both attributes again: the scaler deletes them, and step hooks read ``found_inf``."""
@@ -106,12 +110,18 @@ def take_handoff(
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
-    if handoff.grad_scale is None and (agreement := optimizer._ampopt.agreement()) is not None:
-        # The step checks nothing again, and the scaler's flag may be of this rank alone.
-        return replace(
-            handoff, found_inf=agreement.flag(handoff.found_inf, optimizer._ampopt.decision_device)
-        )
-    return handoff
+    ours = optimizer._ampopt
+    if (agreement := ours.agreement()) is None:
+        return handoff
+    device, scale = ours.decision_device, handoff.grad_scale
+    if not agreement.is_sharded_throughout:
+        if scale is None:  # the step checks nothing, and the flag may be of this rank alone
+            return replace(handoff, found_inf=agreement.flag(handoff.found_inf, device))
+        return handoff
+    # The scaler has all-reduced its flag. Under a scale below 1, an unscale can overflow.
+    if scale is None or ours.causes or ours.watch is not None or not backend_for(device).host_sees:
+        return handoff
+    return replace(handoff, is_final=1.0 <= scale.item() < float("inf"))
 
 
 def wrap_step(cls: type[Any], root: type[Any]) -> None:

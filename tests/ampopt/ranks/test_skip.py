@@ -55,6 +55,52 @@ def test_ordinary_tensors_make_no_all_reduce():
     assert dtensor.local(tensor) is tensor
 
 
+def under_torchs_scaler(name: str) -> list[Any]:
+    """After steps of shards under torch's scaler: collectives, the scale, and the parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh, rank, told = init_device_mesh("cpu", (2,)), torch.distributed.get_rank(), []
+    params: list[Any] = [
+        Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)])) for _ in range(2)
+    ]
+    cls: Any = (torch.optim if name == "torch" else ampopt).AdamW
+    optimizer = cls(params, lr=0.5, **({"fused": True} if name == "torch" else {}))
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=4.0)  # pyright: ignore
+    scaler.scale(torch.ones(()))
+    for number, unscales in ((1.0, False), (1.0, True), (float("inf"), False), (2.0, True)):
+        for param in params:
+            param.grad = DTensor.from_local(torch.full((2,), 4.0 * number), mesh, [Shard(0)])
+            if rank == 0:
+                param.grad.to_local().fill_(2.0)
+        with CommDebugMode() as mode:
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        parts = [param.detach().to_local().tolist() for param in params]
+        told.append([mode.get_total_counts(), scaler.get_scale(), parts])
+    if name != "torch":  # an unscale that overflows on one rank: torch applies it
+        scaler.update(2.0**-10)
+        for param in params:
+            number = 1e37 if rank else 1.0
+            param.grad = DTensor.from_local(torch.full((2,), number), mesh, [Shard(0)])
+        scaler.step(optimizer)
+        assert [param.detach().to_local().tolist() for param in params] == told[-1][-1]
+    return told
+
+
+def test_torchs_scaler_makes_the_one_all_reduce_of_shards(two_ranks):
+    expected = two_ranks.run(under_torchs_scaler, "torch")
+    for told, theirs in zip(two_ranks.run(under_torchs_scaler, "ampopt"), expected, strict=True):
+        for (count, scale, parts), (their_count, their_scale, their_parts) in zip(
+            told, theirs, strict=True
+        ):
+            assert (count, scale) == (their_count, their_scale) == (1, scale)
+            torch.testing.assert_close(torch.tensor(parts), torch.tensor(their_parts))
+
+
 def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
     """Parameters after steps with ``Partial`` gradients, and with their sums.
 
