@@ -129,7 +129,7 @@ class ElementwiseOptimizer(Optimizer):
     ``state[p]["exp_avg_scale"]``. ``state_bits=16`` keeps it in bfloat16. Both are rounded
     stochastically, with the key of stochastic rounding (``rounding_key``), so that a skipped step
     changes no bit, and backends make the same bits. The largest update, and the length of a step,
-    stay close to those of float32 states; ``python -m ampopt.bench --fidelity`` measures them.
+    stay close to those of float32 states; ``kernels/RESULTS.md`` has the figures.
     In full precision remain: states of smaller parameters, and of float64 and complex ones; scalar,
     row and column states; copies and means of the parameter (``ScheduleFreeAdamW``, ``ASGD``); both
     second moments with ``amsgrad``, and the averages of a centered ``RMSprop``. Beside these

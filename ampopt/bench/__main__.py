@@ -7,7 +7,6 @@ pytorch_optimizer's.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
@@ -20,17 +19,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import (
-    autocast,
-    contenders,
-    fidelity,
-    first_steps,
-    launches,
-    on_ranks,
-    report,
-    rows,
-    workloads,
-)
+from ampopt.bench import contenders, launches, report, rows, workloads
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -59,110 +48,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
-    if options.first_steps and (device.type != "cpu" or cpp_compiler() is None):
-        parser.error("--first-steps: rules are compiled on a CPU, with a C++ compiler")
     if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
         parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
-    if options.ranks and (device.type != "cpu" or options.clock != "wall"):
-        parser.error("--ranks runs CPU processes by the wall clock: omit --device and --clock")
-    if options.ranks and (options.profile or options.launches or options.first_steps):
-        parser.error("--ranks only times steps: omit --profile, --launches and --first-steps")
-    if options.ranks and not torch.distributed.is_available():
-        parser.error("--ranks: this build of torch has no torch.distributed")
     if options.masters and options.dtype not in ("bfloat16", "float16"):
         parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
-    if options.masters and (options.ranks or options.profile or options.first_steps):
-        parser.error("--masters only times steps: omit --ranks, --profile and --first-steps")
-    if options.changing and (options.ranks or options.profile or options.first_steps):
-        parser.error("--changing only times steps: omit --ranks, --profile and --first-steps")
-    if options.contender and (options.ranks or options.profile or options.first_steps):
-        parser.error("--contender only times steps: omit --ranks, --profile and --first-steps")
+    for name in ("masters", "changing", "contender"):
+        if getattr(options, name) and options.profile:
+            parser.error(f"--{name} only times steps: omit --profile")
     names = contenders.names(device, options.masters)
     if unknown := set(options.contender or ()) - set(names):
         parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(names)}")
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
-    without_rule = set(options.optimizer or ()) - set(fidelity.optimizers())
-    if options.fidelity and without_rule:
-        parser.error(f"--fidelity: {min(without_rule)} has no rule, so its states have 32 bits")
-    if options.fidelity and device.type != "cpu":
-        parser.error("--fidelity compares numbers, on the CPU: add --device cpu")
     before = ampopt.get_backend()
     try:
         ampopt.set_backend(options.backend)
-        if options.fidelity:
-            _print_fidelity(options, device)
-        else:
-            _run(options, device)
+        _run(options, device)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         ampopt.set_backend(before)
 
 
-def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
-    """Print the table of ``--fidelity``."""
-    optimizers = options.optimizer or fidelity.optimizers()
-    print(", ".join(f"{key} {value}" for key, value in report.environment(device).items()))
-    print("\nlength: of the last step, in units of that with float32 states;")
-    print("error: of the sum of all updates, relative;")
-    print("largest: update of an element, in units of the learning rate\n")
-    for line in fidelity.table(optimizers, options.fidelity):
-        print(line, flush=True)
-
-
 def _run(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure and print what the other options select: launches, first steps, or rows."""
-    start = time.perf_counter()
+    """Measure and print what the other options select: launches, or rows."""
     dtype = getattr(torch, options.dtype)
     optimizers = options.optimizer or contenders.optimizers()
-    settings = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
+    settings = {"clock": options.clock, "dtype": options.dtype}
     settings["masters"] = "float32" if options.masters else None
     settings["changing"] = workloads.CHANGING if options.changing else None
     about = {**report.environment(device), **settings}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
-    if options.autocast:
-        limits = {"rounds": options.repeats, "seconds": options.seconds, "clock": options.clock}
-        print("\nmicroseconds of host time for each call of an operator, by the context around it:")
-        print(autocast.table(autocast.measure(device, **limits)))
-        return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
-    others = options.elements or options.ranks or options.sizes
+    others = options.elements or options.sizes
     names = options.workload or ([] if others else workloads.WORKLOADS)
     sizes = [workloads.make(name, device, _room(device, dtype)) for name in names]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     sizes += workloads.powers_of_two() if options.sizes else []
-    sizes = sizes or list(workloads.SHARDED)
     if options.launches:
         _print_launches(optimizers, sizes, dtype, device, speed)
         return
-    if options.first_steps:
-        first_times = [
-            first_steps.measure(optimizer, workload, dtype=options.dtype)
-            for workload, optimizer in itertools.product(sizes, optimizers)
-        ]
-        print(f"\nmilliseconds for the first {first_steps.STEPS} steps in all, by auto:")
-        print("cold: nothing compiled before; warm: all compiled; best: the faster of torch's two")
-        print(first_steps.table(first_times))
-        return
-    with contextlib.ExitStack() as stack:
-        measure = functools.partial(
-            rows.measure,
-            device=device,
-            clock=options.clock,
-            masters=options.masters,
-            changing=options.changing,
-            only=options.contender or (),
-        )
-        seconds_left = options.seconds
-        if options.ranks:
-            seconds_left -= time.perf_counter() - start
-            processes = stack.enter_context(on_ranks.Processes(options.ranks, seconds_left))
-            measure = functools.partial(on_ranks.measure, processes)
-            seconds_left = processes.seconds_left
-        bench_rows = _measure_all(measure, options, sizes, optimizers, device, seconds_left)
+    measure = functools.partial(
+        rows.measure,
+        device=device,
+        clock=options.clock,
+        masters=options.masters,
+        changing=options.changing,
+        only=options.contender or (),
+    )
+    bench_rows = _measure_all(measure, options, sizes, optimizers, device)
     if options.profile:
         return
     _note("")
@@ -180,10 +116,9 @@ def _measure_all(
     sizes: Sequence[workloads.Workload],
     optimizers: Sequence[str],
     device: torch.device,
-    seconds_left: float,
 ) -> list[rows.BenchRow]:
-    """The rows of every optimizer on every workload, within ``seconds_left`` if that is enough."""
-    dtype, bench_rows = getattr(torch, options.dtype), []
+    """The rows of every optimizer on every workload, in ``options.seconds`` if that is enough."""
+    dtype, seconds_left, bench_rows = getattr(torch, options.dtype), options.seconds, []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
     for n_done, (optimizer, workload) in enumerate(jobs):
         start = time.perf_counter()
@@ -288,10 +223,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer",
         action="append",
-        choices=list(dict.fromkeys([*names, *others, *fidelity.optimizers()])),
+        choices=[*names, *others],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(names)}; or {', '.join(others)}; with "
-        "--fidelity by default all that are made from a rule",
+        help=f"repeatable; default: all of {', '.join(names)}; or {', '.join(others)}",
     )
     parser.add_argument(
         "--contender",
@@ -318,20 +252,13 @@ def _parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda; default here: %(default)s")
     parser.add_argument(
-        "--fidelity",
-        type=_positive(int),
-        metavar="STEPS",
-        help="instead of times: how far steps with 16- and 8-bit states are from float32's",
-    )
-    parser.add_argument(
         "--repeats", type=_positive(int), default=200, help="maximum number of rounds"
     )
     parser.add_argument(
         "--seconds",
         type=_positive(float),
         default=240.0,
-        help="time for all rows; with --ranks, rows for which no time is left are not measured; "
-        "default: %(default)s",
+        help="time for all rows; default: %(default)s",
     )
     parser.add_argument("--threads", type=_positive(int), help="number of torch's CPU threads")
     parser.add_argument(
@@ -352,23 +279,6 @@ def _parser() -> argparse.ArgumentParser:
         "--launches",
         action="store_true",
         help="only show the host time and device time of each kernel launch",
-    )
-    parser.add_argument(
-        "--autocast",
-        action="store_true",
-        help="only measure the host time that ampopt.autocast adds to an operator",
-    )
-    parser.add_argument(
-        "--first-steps",
-        action="store_true",
-        help="only measure the first steps of auto, which include compilation",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=_positive(int),
-        metavar="N",
-        help="shard the tensors over N processes with one overflow flag; without --workload or "
-        "--elements, 50 small matrices and 50 large ones",
     )
     parser.add_argument(
         "--elements",

@@ -119,7 +119,7 @@ def _matrices(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
 
 
 SHARDED = (squares(64), squares(512))
-"""Default workloads of ``--ranks``."""
+"""For steps on several ranks: small matrices, and large ones."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
 CHANGING = 0.25

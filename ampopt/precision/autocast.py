@@ -54,8 +54,8 @@ class autocast:
     ``torch.einsum``, list ``"einsum"``. Functions of ``torch.nn.functional`` that are written in
     Python are searched, so that ``"linear"`` is found in ``torch.nn.MultiheadAttention``.
 
-    **Cost.** While lists are on, the host does more for each operator; ``python -m ampopt.bench
-    --autocast`` measures how much. Without lists, and in compiled code, there is no such cost.
+    **Cost.** While lists are on, the host does more for each operator. Without lists, and in
+    compiled code, there is no such cost.
 
     Does not synchronize.
 

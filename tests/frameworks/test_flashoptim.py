@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.requirements import needs
 
-from ampopt.bench.peers_in_8_bits import FlashOptimStates
 from ampopt_kernels.language import tl
+from evidence.peers_in_8_bits import FlashOptimStates
 
 flashoptim: Any = needs("flashoptim")
 kernels: Any = pytest.importorskip("flashoptim.optimizers")

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import subprocess
@@ -45,10 +46,11 @@ def build_folder() -> Path:
 
 @functools.cache
 def _library() -> Any:
-    """``card.cpp``, compiled if it has changed."""
+    """``card.cpp``, compiled once."""
     sources = [HERE / "card.cpp", HERE / "operations.h"]
-    library = build_folder() / "card.so"
-    if not library.exists() or library.stat().st_mtime < max(s.stat().st_mtime for s in sources):
+    content = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    library = build_folder() / f"card-{content[:16]}.so"
+    if not library.exists():
         new = library.with_suffix(f".{os.getpid()}")
         # Products and sums are not fused, as in the kernels.
         flags = "-std=c++20 -O2 -ffp-contract=off -fno-strict-aliasing -shared -fPIC"

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ampopt
 from ampopt._step.small_states import of_any_size
-from ampopt.bench import fidelity
 from ampopt.testing.bits import bits
 from ampopt_kernels import Codec, Rule, State, div_rn, jit, rules, sqrt_rn, tl
+from evidence import fidelity
 
 
 @jit

@@ -6,9 +6,7 @@ import gc
 import importlib.util
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
 import types
 from dataclasses import replace
@@ -20,18 +18,13 @@ import ampopt
 from ampopt.bench import __main__ as bench
 from ampopt.bench import (
     contenders,
-    fidelity,
-    first_steps,
-    host,
     launches,
     measure,
     memory,
-    on_ranks,
     rows,
     workloads,
 )
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
-from ampopt.bench.peers_in_8_bits import peers
 from ampopt.bench.targets import verdicts_on
 from ampopt_kernels.language import HAS_TRITON
 
@@ -264,15 +257,11 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--device", "meta"], "choose cpu or cuda"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--launches"], "the eager backend launches no kernels on cpu"),
-        (["--ranks", "0"], "more than 0"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--masters", "--dtype", "float16", "--profile"], "--masters only times steps"),
-        (["--changing", "--ranks", "2"], "--changing only times steps"),
+        (["--changing", "--profile"], "--changing only times steps"),
         (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
         (["--contender", "fused", "--profile"], "--contender only times steps"),
-        (["--fidelity", "2", "--optimizer", "Muon"], "--fidelity: Muon has no rule"),
-        (["--ranks", "2", "--profile"], "--ranks only times steps"),
-        (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
@@ -386,25 +375,6 @@ def test_small_states_are_timed_and_counted_beside_those_of_32_bits(
     printed = [line for line in lines if line[:1] == ["AdamW"]][2]
     assert f"{each['ampopt:8']:.2f}" in printed
     assert float(printed[-1]) == pytest.approx(small / ours, abs=0.006)
-
-
-def test_fidelity_has_a_row_for_each_way_to_keep_states_and_kind_of_gradients(capsys):
-    run("--optimizer", "AdamW", "--optimizer", "Sophia", "--fidelity", "2")
-    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if "|" in line]
-    rows = [[cell.strip() for cell in line] for line in lines[2:]]
-    ways = {"AdamW": ["16 bits", "8 bits", *peers(fidelity.LR)], "Sophia": ["16 bits", "8 bits"]}
-    expected = [[name, way, kind] for name in ways for way in ways[name] for kind in fidelity.KINDS]
-    assert [row[:3] for row in rows] == expected
-    assert all(float(cell) >= 0 for row in rows for cell in row[3:])
-
-
-def test_the_states_of_flashoptim_mislead_the_steps_of_small_gradients():
-    """The error is as large as with FlashOptim's own kernels in Triton's interpreter."""
-    exact, others = fidelity.maker("AdamW", 32), [*peers(fidelity.LR).values()][:1]
-    (fine,) = fidelity.compare(exact, others, "noise", 1e-2, steps=40)
-    assert fine.length == pytest.approx(1, abs=0.05)
-    (misled,) = fidelity.compare(exact, others, "noise", 1e-6, steps=40)
-    assert misled.length > 1.5
 
 
 def test_in_each_step_of_changing_another_quarter_has_no_gradient(tiny, tmp_path):
@@ -604,34 +574,6 @@ def test_a_row_names_the_best_of_torchs_alone():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
-def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
-    """The steps run, and change nothing but what torch and ampopt change without kernels."""
-    entered = []
-    enter = contenders.enter
-
-    def watched(name, optimizer, params):
-        entered.append((name, params, [p.detach().clone() for p in params]))
-        return enter(name, optimizer, params)
-
-    monkeypatch.setattr(contenders, "enter", watched)
-    monkeypatch.setattr(host, "_have_object_loops", lambda: None)
-    monkeypatch.setattr(host, "_STEPS", 2)
-    monkeypatch.setattr(host, "_TENSORS", (2, 3))
-    host.main()
-    lines = capsys.readouterr().out.splitlines()
-    who = ["torch fused, GradScaler", "ampopt, asked in Python", "ampopt, asked in C++"]
-    assert [line.split(":")[0] for line in lines] == [
-        f"{name}, {tensors} tensors" for name in who for tensors in (2, 3)
-    ]
-    shown = r": \d+ us a step, \d+ with clipping; \d+ and \d+ with gradients at new addresses$"
-    assert all(re.search(shown, line) for line in lines)
-    assert [name for name, _, _ in entered] == ["fused"] * 4 + ["ampopt"] * 8
-    for _, params, before in entered:
-        assert all(map(torch.equal, params, before))
-    assert ampopt.get_backend() == "eager"
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_launches_are_shown_with_the_bytes_that_each_moves(tiny, monkeypatch, capsys, dtype):
     monkeypatch.setattr(launches, "_ROUNDS", 1)
@@ -663,174 +605,3 @@ def test_bytes_are_counted_kernel_by_kernel(dtype, master_weights, detect, updat
         "control_kernel": 0,
         "update_kernel": 10 * update,
     }
-
-
-def test_first_steps_are_counted_where_nothing_is_compiled_and_where_all_is(
-    tiny, monkeypatch, capsys
-):
-    """Each in a new process: without a cache, with an empty one, and with a full one."""
-    asked, kept = [], []
-
-    def process(given, cache):
-        asked.append((given["backend"], given.get("steps", first_steps.STEPS)))
-        kept.append(cache)
-        return {"for-loop": 0.002, "foreach": 0.004, "ampopt": 0.006 / len(asked)}
-
-    monkeypatch.setattr(first_steps, "_in_a_process", process)
-    monkeypatch.setattr(bench, "cpp_compiler", lambda: "g++")
-    run("--optimizer", "SGD", "--workload", "small", "--first-steps")
-    assert asked == [("auto", 20), ("compiled", 1), ("auto", 20)]
-    assert len(set(kept)) == 1
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.split() == ["SGD", "small", "2.0", "4.0", "6.0", "2.0", "3.00", "1.00"]
-
-
-def test_each_contender_takes_its_first_steps(threads):
-    asked = {"optimizer": "SGD", "shapes": [[2], []], "dtype": "float32", "threads": 1}
-    found = first_steps.times(**asked, backend="eager", steps=2)
-    assert list(found) == ["for-loop", "foreach", "ampopt"]
-    assert all(seconds > 0 for seconds in found.values())
-
-
-def test_first_steps_of_a_machine_that_compiles_nothing_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "cpp_compiler", lambda: None)
-    with pytest.raises(SystemExit):
-        run("--first-steps")
-    assert "C++ compiler" in capsys.readouterr().err
-
-
-def test_autocast_is_measured_around_each_kind_of_operator(capsys):
-    run("--autocast", "--repeats", "2")
-    head, *found = capsys.readouterr().out.splitlines()[-4:]
-    assert re.split(r"\s{2,}", head)[1:] == [
-        "none", "torch.autocast", "without lists", "ampopt.autocast",
-    ]  # fmt: skip
-    assert [line[:12].strip() for line in found] == ["not listed", "in Python", "listed"]
-    assert all(float(number) > 0 for line in found for number in line[12:].split())
-
-
-def seen_on_ranks(rounds=5, waited=0.0):
-    """The result that the first rank returns for a row."""
-    times = measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3).as_dict()
-    there = {name: times for name in ("foreach", "ampopt")}
-    return {"times": there, "missing": {"fused": "not here"}, "waited": waited}
-
-
-def test_ranks_step_sharded_matrices_unless_asked_for_others(tiny, monkeypatch, capsys):
-    asked = []
-
-    def times(processes, given):
-        asked.append((processes.ranks, given["shapes"][0], given["backend"]))
-        return [seen_on_ranks(), seen_on_ranks()]
-
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
-    monkeypatch.setattr(on_ranks.Processes, "times", times)
-    ranks = ("--optimizer", "SGD", "--seconds", "60", "--ranks")
-    run(*ranks, "2")
-    run(*ranks, "3", "--elements", "32")
-    assert asked == [(2, (64, 64), "eager"), (2, (512, 512), "eager"), (3, (2,), "eager")]
-    printed = capsys.readouterr().out
-    assert printed.count("ranks 2") == printed.count("ranks 3") == 1
-    assert printed.count("SGD        50 x 64^2") == 2
-    assert printed.count("SGD, fused: not here") == 2
-
-
-@pytest.mark.parametrize(
-    ("seen", "said"),
-    [
-        (seen_on_ranks(rounds=4), "not judged: 4 of 5 rounds"),
-        (seen_on_ranks(waited=0.25), "not judged: 25% of the time without a core"),
-        (seen_on_ranks(waited=0.05), "target <= 0.60: 1.00 MISSED"),
-    ],
-)
-def test_few_rounds_or_a_busy_machine_give_no_verdict(
-    seen, said, tiny, monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setattr(workloads, "SHARDED", workloads.SHARDED[:1])
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
-    monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: [seen, seen])
-    figures = str(tmp_path / "figures")
-    run("--optimizer", "SGD", "--seconds", "60", "--ranks", "2", "--json", figures)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SGD  ")]
-    assert len(lines) == 2 and all(line.endswith(f"  {said}") for line in lines)
-    for row in json.loads((tmp_path / "figures").read_text())["rows"]:
-        assert (row["doubt"] is None) == bool(row["targets"]) == said.startswith("target")
-
-
-def timed_on_ranks(optimizer, seconds_left):
-    try:
-        return on_ranks._times(
-            optimizer=optimizer,
-            shapes=[[4, 3], [1]],  # of which one rank has nothing
-            dtype="float32",
-            rounds=2,
-            seconds=60.0,
-            seconds_left=seconds_left,
-            backend="eager",
-            threads=1,
-        )
-    finally:
-        ampopt.set_backend("auto")
-
-
-def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
-    for found in two_ranks.run(timed_on_ranks, "RMSprop", 60.0):
-        assert len(found) == 2
-        for seen in found:
-            assert {name: t["rounds"] for name, t in seen["times"].items()} == dict(
-                foreach=2, ampopt=2
-            )
-            assert seen["missing"] == {"fused": "torch has no fused RMSprop"}
-            assert 0 <= seen["waited"] <= 1
-
-
-def test_ranks_begin_nothing_when_no_time_is_left(two_ranks):
-    for found in two_ranks.run(timed_on_ranks, "RMSprop", 0.0):
-        for seen in found:
-            assert not seen["times"]
-            assert seen["missing"]["ampopt"].startswith("no time was left")
-            assert seen["missing"]["fused"] == "torch has no fused RMSprop"
-
-
-def test_rows_for_which_no_time_is_left_are_missing_and_start_nothing(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
-    monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: pytest.fail("a row has begun"))
-    run("--optimizer", "SGD", "--ranks", "2", "--seconds", "1e-6")
-    assert "SGD, ampopt: TimeoutError: no time was left for it" in capsys.readouterr().out
-
-
-def test_an_error_of_a_rank_is_shown_and_the_next_rows_have_new_processes(monkeypatch):
-    started = []
-    monkeypatch.setattr(on_ranks.Processes, "_start", fake_ranks(started))
-    with on_ranks.Processes(2, 60.0) as processes:
-        with pytest.raises(RuntimeError, match="rank 1 has ended: it is broken"):
-            processes.times({"code": 1})
-        assert processes.times({"code": 0}) == [{"code": 0}]
-        assert len(started) == 4
-    assert all(process.poll() is not None for process in started)
-
-
-def fake_ranks(started):
-    """Processes in place of ranks, which return the request, or end with an error."""
-    code = (
-        "import json, sys\nfor line in sys.stdin:\n"
-        "    asked = json.loads(line)\n"
-        "    if asked['code']: sys.exit('it is broken' if sys.argv[1] == '1' else 0)\n"
-        "    print(json.dumps([asked]), flush=True)"
-    )
-
-    def start(processes):
-        processes._folder = tempfile.TemporaryDirectory()
-        for rank in range(processes.ranks):
-            with open(processes._errors_of(rank), "w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-S", "-c", code, str(rank)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            processes._running.append(process)
-            started.append(process)
-
-    return start

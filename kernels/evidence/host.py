@@ -1,4 +1,4 @@
-"""``TRITON_INTERPRET=1 python -m ampopt.bench.host``: host time of a GPU step, without a GPU.
+"""``TRITON_INTERPRET=1 python -m evidence.host``: host time of a GPU step, without a GPU.
 
 CPU tensors are stepped by the Triton backend with all kernel launches replaced by nothing, ampopt's
 own and those of torch's fused step and scaler. What remains is the host's work before the device

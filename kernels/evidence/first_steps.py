@@ -4,6 +4,8 @@ Each measurement is a new process with nothing loaded. Its cache of compiled rul
 its own, either empty (cold) or with all rules that the steps need (warm).
 """
 
+import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -18,8 +20,9 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, workloads
+from ampopt_kernels.native.build import cpp_compiler
 
-__all__ = ["STEPS", "FirstSteps", "measure", "table"]
+__all__ = ["STEPS", "FirstSteps", "main", "measure", "table"]
 
 STEPS = 20
 _TORCHS = ("for-loop", "foreach")
@@ -108,7 +111,7 @@ def times(
 def _in_a_process(options: Mapping[str, Any], cache: str) -> dict[str, float]:
     """Return what :func:`times` returns in a new process with ``cache`` as cache folder."""
     process = subprocess.run(
-        [sys.executable, "-m", "ampopt.bench.first_steps", json.dumps(options)],
+        [sys.executable, "-m", "evidence.first_steps", "--times", json.dumps(options)],
         env={**os.environ, "XDG_CACHE_HOME": cache},
         stdout=subprocess.PIPE,
         text=True,
@@ -117,5 +120,35 @@ def _in_a_process(options: Mapping[str, Any], cache: str) -> dict[str, float]:
     return json.loads(process.stdout)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, for all optimizers and workloads or those named."""
+    parser = argparse.ArgumentParser(prog="python -m evidence.first_steps", description=__doc__)
+    names, workload_names = contenders.optimizers(), list(workloads.WORKLOADS)
+    parser.add_argument("--optimizer", action="append", choices=names, metavar="NAME")
+    parser.add_argument("--workload", action="append", choices=workload_names, metavar="NAME")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, help="number of torch's CPU threads")
+    parser.add_argument("--times", help=argparse.SUPPRESS)  # of a process of measure()
+    options = parser.parse_args(arguments)
+    if options.times:
+        print(json.dumps(times(**json.loads(options.times))))
+        return
+    if cpp_compiler() is None:
+        parser.error("rules are compiled with a C++ compiler, and there is none")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    sizes = [
+        workloads.make(name, torch.device("cpu"), None)
+        for name in options.workload or workload_names
+    ]
+    results = [
+        measure(optimizer, workload, dtype=options.dtype)
+        for workload, optimizer in itertools.product(sizes, options.optimizer or names)
+    ]
+    print(f"milliseconds for the first {STEPS} steps in all, by auto:")
+    print("cold: nothing compiled before; warm: all compiled; best: the faster of torch's two")
+    print(table(results))
+
+
 if __name__ == "__main__":
-    print(json.dumps(times(**json.loads(sys.argv[1]))))
+    main()

@@ -1,5 +1,6 @@
-"""How far steps with small states differ from steps with float32 states."""
+"""``python -m evidence.fidelity STEPS``: how far steps with small states are from float32's."""
 
+import argparse
 import inspect
 import itertools
 import math
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 import ampopt
-from ampopt.bench.peers_in_8_bits import peers
+from ampopt.bench.report import environment
+from evidence.peers_in_8_bits import peers
 
-__all__ = ["KINDS", "Fidelity", "compare", "gradients", "maker", "optimizers", "table"]
+__all__ = ["KINDS", "Fidelity", "compare", "gradients", "main", "maker", "optimizers", "table"]
 
 ELEMENTS = 8192
 LR = 1e-3
@@ -154,3 +156,25 @@ def maker(name: str, state_bits: int) -> Make:
     options = {"weight_decay": 0.0, "momentum": 0.9}
     options = {key: value for key, value in options.items() if key in takes}
     return lambda params: cls(params, lr=LR, state_bits=state_bits, **options)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, for all optimizers that are made from a rule or those named."""
+    parser = argparse.ArgumentParser(prog="python -m evidence.fidelity", description=__doc__)
+    parser.add_argument("steps", type=int, help="1500, as in kernels/RESULTS.md")
+    parser.add_argument("--optimizer", action="append", choices=optimizers(), metavar="NAME")
+    parser.add_argument("--threads", type=int, help="number of torch's CPU threads")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    conditions = environment(torch.device("cpu"))
+    print(", ".join(f"{key} {value}" for key, value in conditions.items()))
+    print("\nlength: of the last step, in units of that with float32 states;")
+    print("error: of the sum of all updates, relative;")
+    print("largest: update of an element, in units of the learning rate\n")
+    for line in table(options.optimizer or optimizers(), options.steps):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

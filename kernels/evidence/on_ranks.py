@@ -1,18 +1,20 @@
-"""Benchmark of DTensors sharded over processes of this machine, with one overflow decision.
+"""``python -m evidence.on_ranks N``: DTensors over processes of this machine, one decision.
 
 The ranks use gloo. All take the same steps in the same order, because a step is a collective for
 every contender. All start each step at the same moment, for which they spin: otherwise the time
 that the system takes to wake the last rank would count as time of the step.
 """
 
+import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +23,11 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, workloads
+from ampopt.bench import contenders, report, rows, workloads
 from ampopt.bench.measure import Times, interleaved, reason, warmed
 from ampopt.bench.rows import BenchRow
 
-__all__ = ["NAMES", "Processes", "measure"]
+__all__ = ["NAMES", "Processes", "main", "measure"]
 
 NAMES = ("foreach", "fused", contenders.AMPOPT)
 """The contenders measured; torch's for-loop is omitted, it handles DTensors slowly in Python."""
@@ -110,7 +112,15 @@ class Processes:
         for rank in range(self.ranks):
             with open(self._errors_of(rank), "w") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(self.ranks), str(rank), self._folder.name],
+                    [
+                        sys.executable,
+                        "-m",
+                        "evidence.on_ranks",
+                        "--rank",
+                        str(self.ranks),
+                        str(rank),
+                        self._folder.name,
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -314,7 +324,7 @@ def _seconds_without_a_core() -> float:
         return 0.0
 
 
-def _main(ranks: str, rank: str, folder: str) -> None:
+def _run_rank(ranks: str, rank: str, folder: str) -> None:
     """Join the process group as ``rank``, and run a measurement for each line of standard input."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meet"
@@ -330,5 +340,52 @@ def _main(ranks: str, rank: str, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, for all optimizers or those named, without clipping and with."""
+    parser = argparse.ArgumentParser(prog="python -m evidence.on_ranks", description=__doc__)
+    names = contenders.optimizers()
+    parser.add_argument("ranks", type=int, help="the number of processes")
+    parser.add_argument("--optimizer", action="append", choices=names, metavar="NAME")
+    parser.add_argument(
+        "--elements",
+        action="append",
+        type=int,
+        metavar="N",
+        help="repeatable; 16 tensors with N elements in total; by default 50 small matrices, and "
+        "50 large ones",
+    )
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=200, help="maximum number of rounds")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time for all rows")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args(arguments)
+    cpu, dtype = torch.device("cpu"), getattr(torch, options.dtype)
+    about = {**report.environment(cpu), "dtype": options.dtype, "ranks": options.ranks}
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    sizes = [workloads.of(n) for n in options.elements or ()] or workloads.SHARDED
+    jobs = list(itertools.product(sizes, options.optimizer or names))
+    bench_rows: list[BenchRow] = []
+    with Processes(options.ranks, options.seconds) as processes:
+        for done, (workload, optimizer) in enumerate(jobs):
+            seconds = max(0.0, processes.seconds_left) / (len(jobs) - done)
+            limits = {"dtype": dtype, "rounds": options.repeats, "seconds": seconds}
+            try:
+                bench_rows += measure(processes, optimizer, workload, **limits)
+            except Exception as error:  # keep the rows measured so far
+                bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
+    print(f"\nmilliseconds a step:\n{report.table(bench_rows)}")
+    for line in sorted(
+        {f"{r.optimizer}, {n}: {why}" for r in bench_rows for n, why in r.missing.items()}
+    ):
+        print(line)
+    if options.json:
+        options.json.write_text(
+            json.dumps(report.as_json(bench_rows, about, None), indent=1) + "\n"
+        )
+
+
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    if sys.argv[1] == "--rank":
+        _run_rank(*sys.argv[2:])
+    else:
+        main()

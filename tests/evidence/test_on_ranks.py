@@ -1,0 +1,142 @@
+"""Ranks take the same rounds of the same steps, and their errors and doubts are shown."""
+
+import json
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+import ampopt
+from ampopt.bench import measure, workloads
+from evidence import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    ampopt.set_backend("eager")
+
+
+def seen_on_ranks(rounds=5, waited=0.0):
+    """The result that the first rank returns for a row."""
+    times = measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3).as_dict()
+    there = {name: times for name in ("foreach", "ampopt")}
+    return {"times": there, "missing": {"fused": "not here"}, "waited": waited}
+
+
+def test_ranks_step_sharded_matrices_unless_asked_for_others(monkeypatch, capsys):
+    asked = []
+
+    def times(processes, given):
+        asked.append((processes.ranks, given["shapes"][0], given["backend"]))
+        return [seen_on_ranks(), seen_on_ranks()]
+
+    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
+    monkeypatch.setattr(on_ranks.Processes, "times", times)
+    options = ("--optimizer", "SGD", "--seconds", "60")
+    on_ranks.main(["2", *options])
+    on_ranks.main(["3", *options, "--elements", "32"])
+    assert asked == [(2, (64, 64), "eager"), (2, (512, 512), "eager"), (3, (2,), "eager")]
+    printed = capsys.readouterr().out
+    assert printed.count("ranks 2") == printed.count("ranks 3") == 1
+    assert printed.count("SGD        50 x 64^2") == 2
+    assert printed.count("SGD, fused: not here") == 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (seen_on_ranks(rounds=4), "not judged: 4 of 5 rounds"),
+        (seen_on_ranks(waited=0.25), "not judged: 25% of the time without a core"),
+        (seen_on_ranks(waited=0.05), "target <= 0.60: 1.00 MISSED"),
+    ],
+)
+def test_few_rounds_or_a_busy_machine_give_no_verdict(seen, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(workloads, "SHARDED", workloads.SHARDED[:1])
+    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
+    monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: [seen, seen])
+    figures = str(tmp_path / "figures")
+    on_ranks.main(["2", "--optimizer", "SGD", "--seconds", "60", "--json", figures])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SGD  ")]
+    assert len(lines) == 2 and all(line.endswith(f"  {said}") for line in lines)
+    for row in json.loads((tmp_path / "figures").read_text())["rows"]:
+        assert (row["doubt"] is None) == bool(row["targets"]) == said.startswith("target")
+
+
+def timed_on_ranks(optimizer, seconds_left):
+    try:
+        return on_ranks._times(
+            optimizer=optimizer,
+            shapes=[[4, 3], [1]],  # of which one rank has nothing
+            dtype="float32",
+            rounds=2,
+            seconds=60.0,
+            seconds_left=seconds_left,
+            backend="eager",
+            threads=1,
+        )
+    finally:
+        ampopt.set_backend("auto")
+
+
+def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
+    for found in two_ranks.run(timed_on_ranks, "RMSprop", 60.0):
+        assert len(found) == 2
+        for seen in found:
+            assert {name: t["rounds"] for name, t in seen["times"].items()} == dict(
+                foreach=2, ampopt=2
+            )
+            assert seen["missing"] == {"fused": "torch has no fused RMSprop"}
+            assert 0 <= seen["waited"] <= 1
+
+
+def test_ranks_begin_nothing_when_no_time_is_left(two_ranks):
+    for found in two_ranks.run(timed_on_ranks, "RMSprop", 0.0):
+        for seen in found:
+            assert not seen["times"]
+            assert seen["missing"]["ampopt"].startswith("no time was left")
+            assert seen["missing"]["fused"] == "torch has no fused RMSprop"
+
+
+def test_rows_for_which_no_time_is_left_are_missing_and_start_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
+    monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: pytest.fail("a row has begun"))
+    on_ranks.main(["2", "--optimizer", "SGD", "--seconds", "1e-6"])
+    assert "SGD, ampopt: TimeoutError: no time was left for it" in capsys.readouterr().out
+
+
+def test_an_error_of_a_rank_is_shown_and_the_next_rows_have_new_processes(monkeypatch):
+    started = []
+    monkeypatch.setattr(on_ranks.Processes, "_start", fake_ranks(started))
+    with on_ranks.Processes(2, 60.0) as processes:
+        with pytest.raises(RuntimeError, match="rank 1 has ended: it is broken"):
+            processes.times({"code": 1})
+        assert processes.times({"code": 0}) == [{"code": 0}]
+        assert len(started) == 4
+    assert all(process.poll() is not None for process in started)
+
+
+def fake_ranks(started):
+    """Processes in place of ranks, which return the request, or end with an error."""
+    code = (
+        "import json, sys\nfor line in sys.stdin:\n"
+        "    asked = json.loads(line)\n"
+        "    if asked['code']: sys.exit('it is broken' if sys.argv[1] == '1' else 0)\n"
+        "    print(json.dumps([asked]), flush=True)"
+    )
+
+    def start(processes):
+        processes._folder = tempfile.TemporaryDirectory()
+        for rank in range(processes.ranks):
+            with open(processes._errors_of(rank), "w") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, "-S", "-c", code, str(rank)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            processes._running.append(process)
+            started.append(process)
+
+    return start
