@@ -11,7 +11,7 @@ from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import kind_of
-from ampopt._step.masters import has_masters, needs_master
+from ampopt._step.masters import needs_master
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -22,12 +22,11 @@ from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
 from ampopt.options import (
     DEFAULTS,
+    GROUP_OPTIONS,
     MASTER_BITS,
     PARAM_ROUNDING,
     STATE_BITS,
-    is_stochastic,
-    master_bits,
-    state_bits,
+    has_masters,
 )
 from ampopt.results import Unscaled
 from ampopt_kernels.decision import Request
@@ -35,14 +34,6 @@ from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["ElementwiseOptimizer"]
-
-_OPTIONS = {
-    "master_weights": ("master_weights=True", has_masters),
-    PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
-    STATE_BITS: ("state_bits below 32", lambda group: state_bits(group) != 32),
-    MASTER_BITS: ("master_bits=24", lambda group: master_bits(group) != 32),
-}
-"""Options of param groups that torch lacks: how users set each, and whether a group has it."""
 
 
 def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> StepStrategy:
@@ -225,7 +216,7 @@ class ElementwiseOptimizer(Optimizer):
             self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
                 group.update({**options, **group})
-        for usage, is_set in _OPTIONS.values():
+        for usage, is_set in GROUP_OPTIONS.values():
             if self.defaults.get("differentiable") and any(map(is_set, self.param_groups)):
                 raise ValueError(
                     f"{usage} does not go with differentiable=True, which takes torch's own step: "
@@ -306,9 +297,7 @@ class ElementwiseOptimizer(Optimizer):
         ours = self._ampopt
         ours.refuse_pending("run_rule")
         scale = ours.scale(grads_scaled_by)
-        steps = ours.runner.second_runners.get(rule)
-        if steps is None:
-            steps = ours.runner.second_runners[rule] = RuleRunner(self, _torchs_step, rule=rule)
+        steps = ours.runner.second(rule)
         if steps.checks.need_torch():
             raise RuntimeError(
                 "run_rule: gradients are sparse, or the optimizer has differentiable=True, so "
@@ -359,7 +348,7 @@ class ElementwiseOptimizer(Optimizer):
         self._ampopt.refuse_unfinished("load_state_dict")
         check_loaded(self, state_dict)
         options_of_groups = [
-            {k: group[k] for k in _OPTIONS if k in group} for group in self.param_groups
+            {k: group[k] for k in GROUP_OPTIONS if k in group} for group in self.param_groups
         ]
         before = self.state, self.param_groups
         try:
@@ -368,7 +357,7 @@ class ElementwiseOptimizer(Optimizer):
             self.state, self.param_groups = before
             raise
         for group, options in zip(self.param_groups, options_of_groups, strict=True):
-            for name in _OPTIONS:
+            for name in GROUP_OPTIONS:
                 group.pop(name, None)
             group.update(options)
             for param in group["params"]:
@@ -400,8 +389,7 @@ class ElementwiseOptimizer(Optimizer):
                     del states[key]
                 else:
                     states[key] = self._ampopt.runner.completed_state(states[key], group, param)
-        rules = (self.rule, *self._ampopt.runner.second_runners)
-        parts = [part for rule in rules for part in rule.state]
+        parts = (*self.rule.state, *self._ampopt.runner.second_states)
         for key, state in states.items():
             if isinstance(state, dict):  # users may keep other values under their own keys
                 states[key] = with_saved_names(state, parts)

@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "DEFAULTS",
+    "GROUP_OPTIONS",
     "MASTER_BITS",
     "PARAM_ROUNDING",
     "STATE_BITS",
@@ -23,6 +24,7 @@ __all__ = [
     "check_master_bits",
     "check_rounding",
     "check_state_bits",
+    "has_masters",
     "is_stochastic",
     "master_bits",
     "rounds_stochastically",
@@ -187,6 +189,11 @@ def check_master_bits(bits: Any) -> None:
         raise ValueError(f"master_bits must be 24 or 32, got {bits!r}")
 
 
+def has_masters(group: Mapping[str, Any]) -> bool:
+    """Whether the option ``master_weights`` of ``group`` is set."""
+    return group.get("master_weights", False)
+
+
 def master_bits(group: Mapping[str, Any]) -> int:
     """The option ``master_bits`` of ``group``."""
     return group.get(MASTER_BITS, 32)
@@ -204,8 +211,16 @@ def is_stochastic(group: Mapping[str, Any]) -> bool:
 
 def rounds_stochastically(group: Mapping[str, Any], param: torch.Tensor) -> bool:
     """Whether ``param`` of ``group``, and its states, are rounded stochastically to bfloat16."""
-    return (
-        param.dtype == torch.bfloat16
-        and is_stochastic(group)
-        and not group.get("master_weights", False)
-    )
+    return param.dtype == torch.bfloat16 and is_stochastic(group) and not has_masters(group)
+
+
+GROUP_OPTIONS = {
+    "master_weights": ("master_weights=True", has_masters),
+    PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
+    STATE_BITS: ("state_bits below 32", lambda group: state_bits(group) != 32),
+    MASTER_BITS: ("master_bits=24", lambda group: master_bits(group) != 32),
+}
+"""Options of param groups that torch lacks: how users set each, and whether a group has it set.
+
+A plan of steps depends on all of them.
+"""

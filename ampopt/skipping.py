@@ -144,7 +144,6 @@ class skip_when:
         """Stop skipping steps for these causes."""
         ours = self.optimizer._ampopt
         ours.causes = tuple(cause for cause in ours.causes if cause is not self)
-        ours.invalidate_plan()
 
     def state_dict(self) -> dict[str, list[float]]:
         """The running statistics, for ``torch.load(weights_only=True)``. Synchronizes."""
@@ -278,7 +277,6 @@ class skip_when:
         self.optimizer = optimizer
         ours = optimizer._ampopt
         ours.causes = (*ours.causes, self)
-        ours.invalidate_plan()
 
 
 def _check_limit(name: str, value: Any) -> None:

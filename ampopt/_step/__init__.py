@@ -8,9 +8,9 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
    its ``guards`` that only gradients and hyperparameters have changed. Otherwise
-   ``RuleRunner._new_plan`` makes a new plan, or extends the last one by the parameters that have
-   changed: it checks these parameters and their states (``checks``, ``state_checks``), makes
-   missing states (``rule_state``), and collects the tensors of each parameter (``rows``).
+   ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``checks``,
+   ``state_checks``), makes missing states (``rule_state``), and collects the tensors of each
+   parameter (``rows``).
 4. ``plan.Plan.run`` runs the step. With several ranks, ``all_reduce`` combines overflow flag and
    norm; ``sharding`` has what ``DTensor`` parameters need.
 5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:

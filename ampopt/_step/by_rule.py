@@ -32,7 +32,7 @@ from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import SkipPolicy, skip_policy_of
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.tensors import real
 from ampopt_kernels.uploads import Uploads
 
@@ -40,6 +40,9 @@ __all__ = ["FIRST", "RuleRunner", "RuleStep"]
 
 FIRST = "the first step"
 """The reason of the first plan; an ordinary loop makes no other."""
+
+_SECOND_RUNNERS = 8
+"""The rules beside that of the optimizer whose plans are kept: those that were run last."""
 
 _FIRST = (
     "the first step of an optimizer, the first with a gradient of some parameter, or one with "
@@ -54,11 +57,10 @@ class RuleRunner(RefersToOptimizer):
         checks: checks of parameters, options and states before a step.
         masters: the master weights of the parameters.
         uploads: constants that earlier steps have copied to a device, by device.
-        plan: the plan of the last step; ``None`` before the first, and after
-            :meth:`StepStrategy.invalidate_plan`.
+        plan: the plan of the last step; ``None`` before the first.
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
-        second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
+        second_states: the states of the rules that ``run_rule`` was called with, in order.
         reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
     """
 
@@ -84,10 +86,10 @@ class RuleRunner(RefersToOptimizer):
         """
         super().__init__(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
-        self._no_plan = FIRST
         self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
-        self.second_runners: dict[Rule, RuleRunner] = {}
+        self._second_runners: dict[Rule, RuleRunner] = {}
+        self.second_states: dict[State, None] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.reasons: Counter[str] = Counter()
@@ -126,9 +128,15 @@ class RuleRunner(RefersToOptimizer):
             self.masters.drop_gradients()
         return self.decision
 
-    def drop_plan(self) -> None:
-        """Forget plan and rows, so that the next step makes new ones."""
-        self.plan = None
+    def second(self, rule: Rule) -> "RuleRunner":
+        """The runner of ``rule``, which the user runs beside :attr:`rule`; made if it is new."""
+        runners = self._second_runners
+        runner = runners.pop(rule, None) or RuleRunner(self.optimizer, self._torchs_step, rule=rule)
+        runners[rule] = runner
+        self.second_states |= dict.fromkeys(rule.state)
+        if len(runners) > _SECOND_RUNNERS:
+            del runners[next(iter(runners))]
+        return runner
 
     def make_states(self) -> None:
         """Make every state that a step would make, also of parameters without a gradient.
@@ -194,11 +202,10 @@ class RuleRunner(RefersToOptimizer):
         self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
         if self.checks.need_torch():
             return None
-        reason, absent = self._no_plan, {}
+        reason, absent = FIRST, {}
         if old_plan is not None:
             reason, absent = old_plan.reason(optimizer, rule), old_plan.absent(optimizer)
         self.plan = self._plan_with(absent, needs_agreement=needs_agreement)
-        self._no_plan = "a Watch or skip_when was added or removed, or a step failed"
         self.reasons[reason] += 1
         return self.plan
 
@@ -208,13 +215,14 @@ class RuleRunner(RefersToOptimizer):
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        params = self.checks.check_plannable(rule, absent=absent)
+        planned, variants = self.checks.check_plannable(rule, absent=absent)
         return Plan(
             optimizer,
             rule,
             self.masters,
             self.uploads,
-            params,
+            planned,
+            variants,
             absent,
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
@@ -301,10 +309,6 @@ class RuleStep(StepStrategy):
     def needs_torch(self) -> bool:
         """See :class:`StepStrategy`."""
         return self.runner.checks.need_torch()
-
-    def invalidate_plan(self) -> None:
-        """See :class:`StepStrategy`."""
-        self.runner.drop_plan()
 
     def make_states(self) -> None:
         """See :class:`StepStrategy`."""

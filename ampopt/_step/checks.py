@@ -4,18 +4,19 @@ import inspect
 import numbers
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
-from ampopt._step.masters import has_masters, needs_master
+from ampopt._step.hyperparameters import Variant, Variants, check_numbers, kind_of
+from ampopt._step.masters import needs_master
+from ampopt._step.rule_state import is_complete
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
-from ampopt._step.state_checks import CheckedParam, check_states
+from ampopt._step.state_checks import CheckedParam, WrittenTensors, check_memory, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import (
@@ -25,6 +26,7 @@ from ampopt.options import (
     check_master_bits,
     check_rounding,
     check_state_bits,
+    has_masters,
     is_stochastic,
     state_bits,
 )
@@ -32,13 +34,27 @@ from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import overlaps_itself
 
-__all__ = ["Checks", "check_loaded", "check_options", "check_rule"]
+__all__ = ["Checks", "PlannedParam", "check_loaded", "check_options", "check_rule"]
 
 _DROP_INS = "ampopt.optim."
 """Prefix of the modules of classes whose constructors check hyperparameters."""
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes for which torch refuses ``fused=True`` with some parameters, at the first step."""
+
+
+class PlannedParam(NamedTuple):
+    """A parameter that a plan has a row for, and whose state has been checked.
+
+    Attributes:
+        one: the parameter.
+        variant: its variant.
+        state: its state, if it is complete; see :func:`ampopt._step.rule_state.is_complete`.
+    """
+
+    one: gradients.ParamWithGrad
+    variant: Variant
+    state: dict[str, Any] | None
 
 
 class Checks(RefersToOptimizer):
@@ -91,7 +107,7 @@ class Checks(RefersToOptimizer):
         rule: Rule,
         *,
         absent: Container[int] = (),
-    ) -> list[gradients.ParamWithGrad]:
+    ) -> tuple[list[PlannedParam], Variants]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
@@ -99,8 +115,7 @@ class Checks(RefersToOptimizer):
             absent: the ``id`` of each parameter that has a row in the plan without a gradient.
 
         Returns:
-            The parameters to make rows for: what
-            :func:`ampopt._step.gradients.params_with_grads` returns.
+            The parameters to make rows for, and their variants.
 
         Raises:
             RuntimeError: a parameter was cast since the optimizer was made, or is expanded; torch's
@@ -123,7 +138,7 @@ class Checks(RefersToOptimizer):
         self.check_dtypes(gradients.params_of(groups))
         self._forget_removed()
         variants = Variants(rule)
-        variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
+        of = variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
         for group, entries in variants.entries(groups):
             for entry in rule.hyper:
                 if entry in entries:
@@ -132,25 +147,35 @@ class Checks(RefersToOptimizer):
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
-        params_to_check = [
-            self._checked_param(rule, groups[i], param, owner.name)
-            for i, param, owner in stepped_params
-        ]
-        for (group, param, owner), one in zip(stepped_params, params_to_check, strict=True):
-            _check_written_once(param, owner.name)
+        planned, params_to_check, written = [], [], []
+        no_state: dict[str, Any] = {}
+        for one, variant in zip(stepped_params, of, strict=True):
+            index, param, owner = one
+            group, state = groups[index], optimizer.state.get(param, no_state)
+            if not param.is_contiguous():
+                _check_written_once(param, owner.name)
             if rule.averages is not None:
-                _check_rows(param, owner.name, rule.row_column_states_for(one.flags), name)
-            if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
+                lines = rule.row_column_states_for(variant.flags)
+                _check_rows(param, owner.name, lines, name)
+            if group.get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
+            if is_complete(param, state, variant):
+                planned.append(PlannedParam(one, variant, state))
+                written.append((owner.name, None, param))
+                written += [(owner.name, key, state[key]) for key in variant.keys]
+            else:
+                planned.append(PlannedParam(one, variant, None))
+                params_to_check.append(self._checked_param(rule, group, param, owner.name))
+        written += check_states(rule, params_to_check)
         stepped_ids = {id(one.tensor) for one in stepped_params}
-        others = [
-            (gradients.name_at(group, index, position), param)
+        others: WrittenTensors = [
+            (gradients.name_at(group, index, position), None, param)
             for index, group in enumerate(groups)
             for position, param in enumerate(group["params"])
             if id(param) not in stepped_ids and param.layout == torch.strided
         ]
-        check_states(rule, params_to_check, others)
-        return stepped_params
+        check_memory(written, others)
+        return planned, variants
 
     def _checked_param(
         self, rule: Rule, group: dict[str, Any], param: Tensor, name: str
@@ -180,7 +205,7 @@ class Checks(RefersToOptimizer):
             params_to_check.append(
                 self._checked_param(rule, group, group["params"][position], name)
             )
-        check_states(rule, params_to_check)
+        check_memory(check_states(rule, params_to_check))
 
     def remember_dtypes(self) -> None:
         """Record the dtype of each parameter, to detect a model that is cast later."""

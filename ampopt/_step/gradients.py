@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.gradient_reports import Owner
-from ampopt_kernels.tensors import real
+from ampopt_kernels.tensors import real, was_freed
 
 __all__ = [
     "UNDERFLOWING",
@@ -143,12 +143,12 @@ def check_gradient(param: Any, name: str) -> None:
         RuntimeError, TypeError, ValueError: see :func:`params_with_grads`.
     """
     grad = param.grad
-    for tensor, what in ((grad, "the gradient of "), (param, "")):
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{what}{name} is {tensor.dtype}; float16, bfloat16, float32, float64 and complex "
-                "can be optimized: convert it"
-            )
+    if grad.dtype not in _DTYPES or param.dtype not in _DTYPES:
+        of_grad = grad.dtype not in _DTYPES
+        what = f"the gradient of {name} is {grad.dtype}" if of_grad else f"{name} is {param.dtype}"
+        raise TypeError(
+            f"{what}; float16, bfloat16, float32, float64 and complex can be optimized: convert it"
+        )
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(
             f"the gradient of {name} is {grad.layout}; dense and torch.sparse_coo gradients can be "
@@ -164,6 +164,12 @@ def check_gradient(param: Any, name: str) -> None:
             f"the gradient of {name} is on {grad.device}, the parameter on {param.device}: move "
             "the model before making the optimizer, and call zero_grad() after a move"
         )
+    if type(grad) is Tensor and grad.layout is torch.strided and was_freed(grad):
+        raise RuntimeError(
+            f"the memory of the gradient of {name} was freed (by untyped_storage().resize_()), so "
+            "that its values are lost: call zero_grad() and backward(), or set p.grad = None to "
+            "leave the parameter out of this step"
+        )
 
 
 def values_of(param: Tensor) -> Tensor:
@@ -173,10 +179,12 @@ def values_of(param: Tensor) -> Tensor:
     a sum of duplicates may overflow; a lazy conjugate or negative, which autograd leaves on complex
     parameters, is resolved; a ``DTensor`` is redistributed to the placements of the parameter.
     """
-    if distributed := dtensor.is_dtensor(param.grad):
-        dtensor.redistribute_gradient(param)
     grad = param.grad
     assert grad is not None
+    if distributed := dtensor.is_dtensor(grad):
+        dtensor.redistribute_gradient(param)
+        grad = param.grad
+        assert grad is not None
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()

@@ -5,8 +5,9 @@ finds a change, it says in words what has changed.
 """
 
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import chain, compress, cycle
+from itertools import accumulate, chain, compress, count, cycle
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from ampopt._step.masters import Masters
 from ampopt._step.ranks import REPLICATED
 from ampopt._step.rows import RuleRows, like_gradient
 from ampopt._step.sharding import dtensor
-from ampopt.options import MASTER_BITS, PARAM_ROUNDING, STATE_BITS
+from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import dense_like
 
 __all__ = ["GroupGuard", "TensorGuard"]
 
-_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATED, "fused")
+_OPTIONS = (*GROUP_OPTIONS, REPLICATED, "fused")
 """Entries of param groups, besides those of the rule, on which a plan depends."""
 
 
@@ -73,7 +74,7 @@ class GroupGuard:
             return False
         # A guard would not pay if a scheduler changes numbers at every step.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
-        self._entries = IdentityGuard([groups, *groups]) if stays else None
+        self._entries = IdentityGuard([groups], [(g, None) for g in groups]) if stays else None
         self._groups, self.hyper = groups, hyper
         return True
 
@@ -128,9 +129,9 @@ def _first_that_differs(names: Sequence[str], values: Any, old_values: Any) -> s
 class TensorGuard:
     """The tensors of a plan, as they were when it was made.
 
-    That is: the identity of each parameter, its group, and its states; the addresses of parameters,
-    masters and states; the layouts of parameters and gradients; which parameters have never had a
-    gradient.
+    That is: the parameters of each group; for each row, identity, address and layout of the
+    parameter, its master and its states; layout of its gradient; which parameters have never had a
+    gradient. Entries of ``optimizer.state`` that no row reads are not compared.
 
     Attributes:
         has_copied: whether :meth:`gradients` has copied a gradient to the layout of its parameter.
@@ -144,33 +145,35 @@ class TensorGuard:
             masters: its master weights.
             rows: the rows of the plan.
         """
+        groups = optimizer.param_groups
         self._masters, self.has_copied = masters, False
         self._process_group, self._state = optimizer.process_group, optimizer.state
-        self._stepped_params = [one.tensor for one in rows.stepped_params]
-        self._owners = rows.stepped_params.copy()
-        self._rows, self._states = rows.rows.copy(), rows.states
-        self._written_tensors = rows.written_tensors
+        self._owners, self._rows = rows.stepped_params, rows.rows
+        self._stepped_params = [one.tensor for one in self._owners]
+        self._states, self._keys = rows.states, rows.keys
         self._indexed_masters = rows.masters
-        self._params = list(params_of(optimizer.param_groups))
         planned_ids = set(map(id, self._stepped_params))
-        self._unplanned_params = [p for p in self._params if id(p) not in planned_ids]
-        self._dtensors = any(map(dtensor.is_dtensor, self._params))
-        self._param_layouts = LayoutGuard(self._local(self._params))
-        self._grad_layouts = LayoutGuard(rows.layouts)
-        self._record(optimizer)
-
-    def _record(self, optimizer: Any) -> None:
-        """Record identities and addresses; runs no Python for each parameter but a test."""
-        members = [group["params"] for group in optimizer.param_groups]
-        # Users may store other things in optimizer.state than states of parameters.
-        param_states = [state for state in self._state.values() if isinstance(state, dict)]
-        self._identities = IdentityGuard([*members, self._state, *param_states])
+        self._unplanned_params = [p for p in params_of(groups) if id(p) not in planned_ids]
+        own = [
+            (param, state, keys)
+            for param, state, keys in zip(
+                self._stepped_params, self._states, self._keys, strict=True
+            )
+            if keys
+        ]
+        self._identities = IdentityGuard(
+            [group["params"] for group in groups],
+            [(self._state, {p for p, _, _ in own}), *((state, keys) for _, state, keys in own)],
+        )
         # `param.data = ...` keeps the object and changes its memory.
-        self._tensors = [*self._params, *chain.from_iterable(self._written_tensors)]
+        states = (map(state.__getitem__, keys) for _, state, keys in own)
+        self._tensors = [*self._stepped_params, *chain.from_iterable(states)]
+        self._dtensors = any(map(dtensor.is_dtensor, self._stepped_params))
+        self._layouts = LayoutGuard(self._local(self._tensors))
         self._addresses = addresses(self._local(self._tensors))
+        self._grad_layouts = LayoutGuard(rows.layouts)
         grads = list(map(_grad_of, self._stepped_params)) if self._dtensors else []
         self._placements = dtensor.placements(grads)
-        self._param_placements = dtensor.placements(self._params) if self._dtensors else []
 
     def _local(self, tensors: list[Any]) -> list[Any]:
         """The tensors that kernels work on: of ``DTensor``s their local shards."""
@@ -189,8 +192,7 @@ class TensorGuard:
             optimizer.state is self._state
             and optimizer.process_group is self._process_group
             and self._identities.unchanged()
-            and addresses(self._local(self._tensors)) == self._addresses
-            and self._param_layouts.present(self._local(self._params)) is not None
+            and not self._is_moved()
         ):
             return None
         grads = self._grads_now()
@@ -200,6 +202,11 @@ class TensorGuard:
                 return None
             present = bytearray(grad is not None for grad in grads)
         return grads, present
+
+    def _is_moved(self) -> bool:
+        """Whether a tensor of the plan has another address or layout."""
+        tensors = self._local(self._tensors)
+        return self._layouts.present(tensors) is None or addresses(tensors) != self._addresses
 
     def _grads_now(self) -> list[Any]:
         """The present gradient of each row, or ``None``; of a ``DTensor`` the local shard."""
@@ -265,12 +272,13 @@ class TensorGuard:
         changed = set(map(id, self._identities.changed()))
         return {
             id(param): row.grad_dtype
-            for param, row, own in zip(self._stepped_params, self._rows, self._states, strict=True)
+            for param, row, own, keys in zip(
+                self._stepped_params, self._rows, self._states, self._keys, strict=True
+            )
             if param.grad is None
             and id(param) in ids
             and like_gradient(row) is not None
-            and own is optimizer.state.get(param)
-            and id(own) not in changed
+            and (not keys or (own is optimizer.state.get(param) and id(own) not in changed))
         }
 
     # --- why a plan cannot be reused --------------------------------------------------------------
@@ -289,23 +297,34 @@ class TensorGuard:
         if container is self._state:
             return "states were added to optimizer.state, or removed"
         if isinstance(container, dict):
-            return f"a state of {self._owner_of(container, groups)} was replaced"
+            return f"a state of {self._owner_of(container)} was replaced"
         if container is not None:
             return "parameters of a group were replaced or removed, or are in another order"
-        is_moved = map(operator.ne, addresses(self._local(self._tensors)), self._addresses)
-        if (tensor := next(compress(self._tensors, is_moved), None)) is not None:
-            if any(tensor is param for param in self._params):
-                return f"{name_of(groups, tensor)} was moved to other memory"
-            states = (s for s in self._state.values() if isinstance(s, dict))
-            state = next(s for s in states if any(value is tensor for value in s.values()))
-            return f"a state of {self._owner_of(state, groups)} was moved to other memory"
-        if self._param_layouts.present(self._local(self._params)) is None:
-            return "a parameter has another shape, dtype or layout"
+        tensors = self._local(self._tensors)
+        has_moved = map(operator.ne, addresses(tensors), self._addresses)
+        changes = ((next(compress(count(), has_moved), None), "was moved to other memory"),)
+        changed = self._layouts.changed(tensors)
+        changes += ((next(iter(changed), None), "has another shape, dtype or layout"),)
+        for place, change in changes:
+            if place is not None:
+                what = "" if place < len(self._owners) else "a state of "
+                return f"{what}{self._owner_at(place)} {change}"
         return "a gradient has another dtype"
 
-    def _owner_of(self, state: dict[str, Any], groups: list[dict[str, Any]]) -> str:
+    def _owner_of(self, state: dict[str, Any]) -> str:
         """The name of the parameter that has ``state``."""
-        return name_of(groups, next(p for p, own in self._state.items() if own is state))
+        return next(
+            one.owner.name
+            for one, own in zip(self._owners, self._states, strict=True)
+            if own is state
+        )
+
+    def _owner_at(self, place: int) -> str:
+        """The name of the parameter that has the tensor at ``place``, or is it."""
+        if place < len(self._owners):
+            return self._owners[place].owner.name
+        ends = accumulate(map(len, self._keys), initial=len(self._owners))
+        return self._owners[bisect_right(list(ends), place) - 1].owner.name
 
 
 _grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension

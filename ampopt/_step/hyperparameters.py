@@ -1,15 +1,16 @@
 """The flags and hyperparameters that a rule reads from param groups, and their types."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt._step.masters import needs_master
+from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.rule import Kind, Rule
 
-__all__ = ["Hyper", "Variants", "check_numbers", "forms_of", "kind_of"]
+__all__ = ["Hyper", "Variant", "Variants", "check_numbers", "forms_of", "kind_of"]
 
 Hyper = list[list[Any]]
 """The hyperparameters of each variant, as ``Rule.hyper_values`` returns them."""
@@ -18,6 +19,31 @@ Hyper = list[list[Any]]
 def kind_of(group: dict[str, Any], param: Tensor) -> Kind:
     """``(ndim, dtype)`` of ``param``, which ``Rule.entries`` takes; float32 if it has a master."""
     return param.ndim, torch.float32 if needs_master(group, param) else param.dtype
+
+
+class Variant(NamedTuple):
+    """What the parameters of one group and kind ``(ndim, dtype)`` have in common.
+
+    Attributes:
+        place: the index among the variants of a plan.
+        flags: the flags of the rule.
+        states: names of the elementwise states, and their dtypes; ``None`` for the parameter's.
+        scalars: names of the scalar states, and their dtypes.
+        keys: the names of all states.
+        scalar_keys: for each scalar state of the rule its name; ``None`` if the flags omit it.
+        no_codecs: ``None`` for each elementwise state.
+        is_plain: whether the states are elementwise or scalar, and have all their digits: no option
+            of :data:`ampopt.options.GROUP_OPTIONS` is set.
+    """
+
+    place: int
+    flags: tuple[bool, ...]
+    states: tuple[tuple[str, torch.dtype | None], ...]
+    scalars: tuple[tuple[str, torch.dtype], ...]
+    keys: tuple[str, ...]
+    scalar_keys: tuple[str | None, ...]
+    no_codecs: tuple[None, ...]
+    is_plain: bool
 
 
 class Variants:
@@ -30,39 +56,60 @@ class Variants:
     def __init__(self, rule: Rule) -> None:
         """Start without variants; ``rule`` is the update rule."""
         self._rule = rule
-        self._indices: dict[tuple[int, Kind | None], int] = {}
+        self._variants: dict[tuple[int, Kind | None], Variant] = {}
 
     def add(
         self, groups: Sequence[dict[str, Any]], params: Iterable[tuple[int, Tensor]]
-    ) -> list[int]:
-        """Add the variants of further parameters. The indices of earlier variants stay.
+    ) -> list[Variant]:
+        """Add the variants of further parameters.
 
         Args:
             groups: the param groups of the optimizer.
             params: ``(group index, parameter)`` for each parameter to step.
 
         Returns:
-            For each parameter the index of its variant.
+            The variant of each parameter.
         """
-        by_kind, indices = self._rule.entries is not None, self._indices
-        kinds = ((group, kind_of(groups[group], p) if by_kind else None) for group, p in params)
-        return [indices.setdefault(kind, len(indices)) for kind in kinds]
+        by_kind, variants, found = self._rule.entries is not None, self._variants, []
+        for index, param in params:
+            key = index, kind_of(groups[index], param) if by_kind else None
+            if (variant := variants.get(key)) is None:
+                variants[key] = variant = self._new(groups[index], key[1])
+            found.append(variant)
+        return found
+
+    def _new(self, group: dict[str, Any], kind: Kind | None) -> Variant:
+        """The variant of the parameters of ``kind`` in ``group``."""
+        rule = self._rule
+        flags = rule.flag_values(group, kind)
+        scalars = rule.scalar_state_for(flags)
+        has_options = any(is_set(group) for _, is_set in GROUP_OPTIONS.values())
+        return Variant(
+            place=len(self._variants),
+            flags=flags,
+            states=tuple((part.name, part.dtype) for part in rule.state_for(flags)),
+            scalars=tuple((part.name, part.dtype or torch.float32) for part in scalars),
+            keys=tuple(part.name for part in rule.all_state_for(flags)),
+            scalar_keys=tuple(p.name if p in scalars else None for p in rule.scalar_state),
+            no_codecs=(None,) * len(rule.state_for(flags)),
+            is_plain=not (has_options or rule.row_column_states_for(flags)),
+        )
 
     def entries(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """For each variant, the index of its group, and the entries that the rule reads."""
-        for group, kind in self._indices:
+        for group, kind in self._variants:
             entries = groups[group]
             yield group, entries if kind is None else self._rule.entries_for(entries, kind)
 
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[tuple[bool, ...]]:
         """The flags of the rule for each variant."""
         flags = self._rule.flag_values
-        return [flags(groups[group], kind) for group, kind in self._indices]
+        return [flags(groups[group], kind) for group, kind in self._variants]
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> list[list[float | Tensor]]:
         """The hyperparameters of each variant."""
         hyper = self._rule.hyper_values
-        return [hyper(groups[group], kind) for group, kind in self._indices]
+        return [hyper(groups[group], kind) for group, kind in self._variants]
 
 
 def check_numbers(name: str, value: Any, like: Any) -> None:

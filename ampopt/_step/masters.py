@@ -22,7 +22,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
-from ampopt.options import master_bits
+from ampopt.options import has_masters, master_bits
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
@@ -30,7 +30,7 @@ from ampopt_kernels.rule import MASTER
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["Masters", "full_master", "needs_low_bits", "has_masters", "needs_master"]
+__all__ = ["Masters", "full_master", "needs_low_bits", "needs_master"]
 
 
 class _GradAtUnscale(NamedTuple):
@@ -367,11 +367,6 @@ class Masters(RefersToOptimizer):
         if self._makes_masters:
             for group in filter(has_masters, self.optimizer.param_groups):
                 yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
-
-
-def has_masters(group: dict[str, Any]) -> bool:
-    """Whether the option ``master_weights`` of ``group`` is set."""
-    return group.get("master_weights", False)
 
 
 def needs_master(group: dict[str, Any], param: Tensor) -> bool:

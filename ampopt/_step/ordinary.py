@@ -176,11 +176,6 @@ class OrdinaryStep(StepStrategy):
         """See :class:`StepStrategy`."""
         return self.runner is None or self.runner.checks.need_torch()
 
-    def invalidate_plan(self) -> None:
-        """See :class:`StepStrategy`."""
-        if self.runner is not None:
-            self.runner.drop_plan()
-
     def make_states(self) -> None:
         """See :class:`StepStrategy`."""
         if self.runner is not None:

@@ -15,7 +15,7 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.skip_checks import CheckSettings, SkipChecks
 from ampopt_kernels.step import run
-from ampopt_kernels.tensors import dense_like, overlaps_itself, widest
+from ampopt_kernels.tensors import dense_like, overlaps_itself, sharing_memory, widest
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import ParamRow, Work
 
@@ -112,16 +112,16 @@ def check_and_unscale_params(
     """
     if not with_grads:
         return decided_elsewhere(request, all_reduce, decision_device)
-    rows, grads, copies, starts = [], [], [], set()
-    for group, tensor, owner in with_grads:
-        values = gradients.values_of(tensor)
-        start = values.data_ptr() if write else 0
-        if write and (overlaps_itself(values) or (start and start in starts)):
-            # Elements of an expand()ed gradient share memory, so it cannot be written in place. A
-            # gradient that two parameters have would be divided twice.
+    rows, grads, copies = [], [], []
+    each = [gradients.values_of(tensor) for _, tensor, _ in with_grads]
+    shared = sharing_memory(each) if write else set()
+    for place, (group, tensor, owner) in enumerate(with_grads):
+        values = each[place]
+        if write and (place in shared or overlaps_itself(values)):
+            # Elements of an expand()ed gradient share memory, so it cannot be written in place.
+            # Elements that two gradients have would be divided twice.
             tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
             values = gradients.values_of(tensor)
-        starts.add(start)
         grad = dense_like(values, values)
         if write and grad is not values:
             copies.append((values, grad))
@@ -155,14 +155,17 @@ def works_of(
 ) -> list[Work]:
     """Group rows and their gradients by device, the device of the first parameter first."""
     works: dict[torch.device, Work] = {}
+    work = None
     for row, grad in zip(rows, grads, strict=True):
         device = (grad if row.param is None else row.param).device
-        if device not in works:
-            if device not in uploads:
-                uploads[device] = Uploads()
-            works[device] = Work(device, [], [], rule, uploads=uploads[device])
-        works[device].rows.append(row)
-        works[device].grads.append(grad)
+        if work is None or work.device != device:
+            if device not in works:
+                if device not in uploads:
+                    uploads[device] = Uploads()
+                works[device] = Work(device, [], [], rule, uploads=uploads[device])
+            work = works[device]
+        work.rows.append(row)
+        work.grads.append(grad)
     return list(works.values())
 
 

@@ -7,16 +7,16 @@ Then another plan is made. A plan has the rows of every parameter that has had a
 without it, the row is masked.
 """
 
-from collections import Counter
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import torch
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, flag_all_reduce
-from ampopt._step.gradients import ParamWithGrad, params_of
+from ampopt._step.checks import PlannedParam
+from ampopt._step.gradients import params_of
 from ampopt._step.guards import GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
@@ -30,8 +30,9 @@ from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rows import RuleRows
 from ampopt._step.rule_state import StateCompleter
 from ampopt_kernels.decision import Coefficients, Decision, Request
-from ampopt_kernels.native.objects import addresses, bump_versions
+from ampopt_kernels.native.objects import bump_versions
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import may_overlap
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
 
@@ -54,7 +55,8 @@ class Plan:
         rule: Rule,
         masters: Masters,
         uploads: dict[torch.device, Uploads],
-        params: list[ParamWithGrad],
+        planned: list[PlannedParam],
+        variants: Variants,
         absent: dict[int, torch.dtype],
         *,
         complete_state: StateCompleter | None,
@@ -67,7 +69,8 @@ class Plan:
             rule: the update rule to run.
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
-            params: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
+            planned: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
+            variants: the same.
             absent: see :meth:`TensorGuard.absent`.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
@@ -97,9 +100,8 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        variants = Variants(rule)
         rule_rows = RuleRows(
-            optimizer, rule, masters, self._agreement, complete_state, variants, params, absent
+            optimizer, rule, masters, self._agreement, complete_state, planned, absent
         )
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._group_guard = GroupGuard(rule, variants, groups)
@@ -109,7 +111,7 @@ class Plan:
         self._params = [one.tensor for one in rule_rows.stepped_params]
         self._copies = rule_rows.copies
         self._is_for_one_step = bool(rule_rows.copies) or any(p.is_complex() for p in self._params)
-        self._writes_gradients = rule_rows.gradients_are_written()
+        self._writes_gradients = rule_rows.writes_gradients
         self.reusable = not self._is_for_one_step
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
         self._set_gradients(
@@ -216,14 +218,13 @@ class Plan:
         return decision
 
     def _can_write(self) -> bool:
-        """Whether no gradient of this step is a copy, or that of two parameters.
+        """Whether no gradient of this step is a copy, or shares memory with another.
 
-        The latter would be divided twice. Only where gradients start is compared.
+        What two gradients have would be divided twice.
         """
         if self._tensor_guard.has_copied:
             return False
-        starts = chain.from_iterable(addresses(work.present_grads) for work in self._works_now)
-        return not any(n > 1 for start, n in Counter(starts).items() if start)
+        return not any(may_overlap(work.present_grads) for work in self._works_now)
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.checks import PlannedParam
 from ampopt._step.gradients import ParamWithGrad
-from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters, needs_low_bits, needs_master
 from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
@@ -24,7 +24,7 @@ from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.row_column_states import RowColumnStates
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.work import ParamRow
@@ -46,9 +46,10 @@ class RuleRows:
         rows: the rows.
         grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
         layouts: for each row, its gradient, or a tensor with the same layout.
-        states: for each row, the state of its parameter; ``None`` without one.
-        written_tensors: for each row, the tensors that the step writes besides the parameter:
-            master and states, before a reshape or copy for the kernels.
+        states: for each row, the state of its parameter.
+        keys: for each row, the keys of the tensors that the step reads from its state.
+        writes_gradients: whether unscaling in place, before the update, changes no bit of the step.
+            It does for gradients of a narrower dtype than the arithmetic, and for copies.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
     """
@@ -60,8 +61,7 @@ class RuleRows:
         masters: Masters,
         agreement: Agreement | None,
         complete_state: StateCompleter | None,
-        variants: Variants,
-        params: list[ParamWithGrad],
+        planned: list[PlannedParam],
         absent: Mapping[int, torch.dtype],
     ) -> None:
         """Make the rows, and the states that are missing.
@@ -73,76 +73,80 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            variants: gains the variants of ``params``.
-            params: what :func:`gradients.params_with_grads` returned.
+            planned: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
             absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
         groups = optimizer.param_groups
-        with_grad = [masters.holder(groups[one.group], one.tensor) for one in params]
-        params = [
-            one
-            for one, holder in zip(params, with_grad, strict=True)
-            if holder.grad is not None or id(one.tensor) in absent
-        ]
-        of = variants.add(groups, [(one.group, one.tensor) for one in params])
-        flags = variants.flags(groups)
-        codecs = [
-            codecs_of(rule, flags[variant], groups[one.group], one.tensor)
-            for variant, one in zip(of, params, strict=True)
-        ]
-        for one, own_codecs in zip(params, codecs, strict=True):
-            if is_flattened_by_fsdp1(one.tensor):
-                _refuse_flattened(rule, groups[one.group], one, own_codecs)
-        for one in params:
-            masters.of(groups[one.group], one.tensor)
-        states = [
-            state_of(
-                optimizer,
-                rule,
-                groups[one.group],
-                one.tensor,
-                flags[variant],
-                own_codecs,
-                complete_state,
-            )
-            for variant, one, own_codecs in zip(of, params, codecs, strict=True)
-        ]
+        if masters.grads_at_unscale:
+            planned = [p for p in planned if self._is_stepped(p.one, absent)]
+        planned = sorted(planned, key=lambda p: p.variant.place)
+        codecs = [self._codecs(p) for p in planned]
+        for (index, param, _), _, state in planned:
+            if state is None:
+                masters.of(groups[index], param)
+        states: list[dict[str, Any]] = []
+        for ((index, param, _), variant, state), own_codecs in zip(planned, codecs, strict=True):
+            if state is None:
+                group, flags = groups[index], variant.flags
+                state = state_of(optimizer, rule, group, param, flags, own_codecs, complete_state)
+            states.append(state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
-        order = sorted(range(len(params)), key=of.__getitem__)
-        self.stepped_params: list[ParamWithGrad] = [params[i] for i in order]
+        self.stepped_params: list[ParamWithGrad] = [p.one for p in planned]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.writes_gradients = not masters.grads_at_unscale
+        self.states: list[dict[str, Any]] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
-        self.states: list[Any] = []
-        self.written_tensors: list[list[Tensor]] = []
-        for number, i in enumerate(order):
-            one, state = params[i], states[i]
-            group, param = groups[one.group], one.tensor
-            holder = masters.holder(group, param)
+        self.keys: list[tuple[str, ...]] = []
+        for p, own_codecs, state in zip(planned, codecs, states, strict=True):
+            index, param, owner = p.one
+            holder = masters.holder(groups[index], param) if masters.grads_at_unscale else param
             # After unscale, a gradient can be removed from the parameter or from its master.
             is_absent = param.grad is None or holder.grad is None
             values = None if is_absent else gradients.values_of(holder)
             grad_dtype = absent[id(param)] if values is None else values.dtype
-            row = self._row(one, flags[of[i]], codecs[i], state, grad_dtype)
+            row = self._row(p, own_codecs, state, grad_dtype)
             like = like_gradient(row) if values is None else values
             assert row.param is not None and like is not None
             grad = dense_like(like, row.param)
-            written_tensors = [state[part.name] for part in rule.all_state_for(row.flags)]
-            if (master := masters.of(group, param)) is not None:
-                self.masters.append((number, master))
-                written_tensors.append(master)
-            written_tensors += [] if row.keys is None else [row.keys]
-            written_tensors += [scales for scales in row.scales if scales is not None]
-            row.group, row.owner = of[i], one.owner
-            row.in_norm = agreement is None or agreement.in_norm(param, one.group, one.owner.key)
+            keys = p.variant.keys
+            if p.state is None:
+                if (master := masters.of(groups[index], param)) is not None:
+                    self.masters.append((len(self.rows), master))
+                    keys += (MASTER,)
+                keys += () if row.keys is None else (KEYS,)
+                parts = zip(p.variant.states, row.scales, strict=True)
+                keys += tuple(scale_key(name) for (name, _), scale in parts if scale is not None)
+            row.group, row.owner = p.variant.place, owner
+            if agreement is not None:
+                row.in_norm = agreement.in_norm(param, index, owner.key)
+            if row.compute_dtype != grad_dtype or not (values is None or grad is values):
+                self.writes_gradients = False
             self.rows.append(row)
             self.grads.append(None if values is None else grad)
             self.layouts.append(grad)
-            self.written_tensors.append(written_tensors)
-            self.states.append(optimizer.state.get(param))
+            self.keys.append(keys)
+            # The row may have made a state: the random key.
+            self.states.append(state if p.state is not None else optimizer.state.get(param, state))
+
+    def _codecs(self, planned: PlannedParam) -> tuple[Codec | None, ...]:
+        """The codec of each elementwise state of a parameter; raises if FSDP1 has flattened it."""
+        one, variant, state = planned
+        codecs, group = variant.no_codecs, self._optimizer.param_groups[one.group]
+        if state is None:
+            codecs = codecs_of(self._rule, variant.flags, group, one.tensor)
+        if is_flattened_by_fsdp1(one.tensor):
+            _refuse_flattened(self._rule, group, one, codecs)
+        return codecs
+
+    def _is_stepped(self, one: ParamWithGrad, absent: Mapping[int, torch.dtype]) -> bool:
+        """Whether a parameter with a master still has the gradient on its master."""
+        group = self._optimizer.param_groups[one.group]
+        holder = self._master_weights.holder(group, one.tensor)
+        return holder.grad is not None or id(one.tensor) in absent
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -152,8 +156,7 @@ class RuleRows:
 
     def _row(
         self,
-        stepped_param: ParamWithGrad,
-        flags: tuple[bool, ...],
+        planned: PlannedParam,
         codecs: tuple[Codec | None, ...],
         state: dict[str, Any],
         grad_dtype: torch.dtype,
@@ -161,21 +164,27 @@ class RuleRows:
         """The row of one parameter.
 
         Args:
-            stepped_param: the parameter.
-            flags: values of ``rule.flags`` for it.
+            planned: the parameter.
             codecs: the codec of each elementwise state, or ``None``.
             state: its state, complete.
             grad_dtype: dtype of its gradient.
         """
-        index, param, owner = stepped_param
+        (index, param, _), variant, complete = planned
         rule, local, dense = self._rule, dtensor.local, self._dense
+        flags = variant.flags
+        scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
+        if complete is not None and param.is_contiguous():
+            states = tuple([state[name] for name, _ in variant.states])
+            row = ParamRow(grad_dtype, param.detach(), states, None, None, scalars, flags)
+            if rule.draws:
+                row.places = self._drawn_places(param, param)
+            return row
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
         low = master if master is not None and master.dtype == LOW_BITS else None
         rounds, is_coded = rounds_stochastically(group, param), any(codecs)
         draws = rounds or is_coded or low is not None
-        place = self._places[id(param)] if draws or rule.draws else 0
-        keys = keys_of(self._optimizer, param, place) if draws else None
+        keys = keys_of(self._optimizer, param, self._places[id(param)]) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
         row_column_states = rule.row_column_states_for(flags)
@@ -185,9 +194,7 @@ class RuleRows:
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
         if keys is not None or rule.draws:
-            places = places_of(param, values, contiguous=in_order)
-        if rule.draws:  # different random numbers for each parameter
-            places = replace(places, first=places.first + place * PLACE_STRIDE)
+            places = self._drawn_places(param, values, in_order=in_order)
         row = ParamRow(
             grad_dtype,
             param=values,
@@ -197,12 +204,8 @@ class RuleRows:
                 dense(gradients.real(local(state[part.name])), like)
                 for part in rule.state_for(flags)
             ),
-            scalars=tuple(
-                state[part.name] if part in rule.scalar_state_for(flags) else None
-                for part in rule.scalar_state
-            ),
+            scalars=scalars,
             flags=flags,
-            owner=owner,
             keys=keys,
             rounds=rounds,
             places=places,
@@ -223,24 +226,26 @@ class RuleRows:
             )
         return row
 
+    def _drawn_places(self, param: Tensor, values: Tensor, *, in_order: bool = False) -> Places:
+        """The places of ``values``, the elements of ``param``; others for each parameter, if drawn.
+
+        Args:
+            param: the parameter.
+            values: its elements on this rank, as kernels read them.
+            in_order: whether they are contiguous in any case.
+        """
+        places = places_of(param, values, contiguous=in_order)
+        if self._rule.draws:
+            first = places.first + self._places[id(param)] * PLACE_STRIDE
+            places = replace(places, first=first)
+        return places
+
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
         """``tensor`` if its layout is that of ``like``; else a copy, noted in :attr:`copies`."""
         copy = dense_like(tensor, like)
         if copy is not tensor:
             self.copies.append((tensor, copy))
         return copy
-
-    def gradients_are_written(self) -> bool:
-        """Whether unscaling in place, before the update, leaves every bit of the step unchanged.
-
-        It does not for gradients of a narrower dtype than the arithmetic, and for copies of
-        gradients.
-        """
-        return all(
-            row.grad_dtype == row.compute_dtype
-            and (grad is None or grad.data_ptr() == dtensor.local(one.tensor.grad).data_ptr())
-            for row, grad, one in zip(self.rows, self.grads, self.stepped_params, strict=True)
-        )
 
 
 def like_gradient(row: ParamRow) -> Tensor | None:

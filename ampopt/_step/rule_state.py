@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import small_states
+from ampopt._step.hyperparameters import Variant
 from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.codecs import Codec
@@ -18,12 +19,54 @@ __all__ = [
     "StateCompleter",
     "complete",
     "convert",
+    "is_complete",
     "state_of",
     "widen_scalars",
 ]
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 StateCompleter = Callable[[dict[str, Any]], None]
 """Adds scalar states that a checkpoint of torch lacks to the state of a parameter, in place."""
+
+
+def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
+    """Whether a step can use ``state`` of ``param`` as it is: there, and as it would be made.
+
+    ``False`` also if that takes a longer look, as with options or entries of a user's own.
+    """
+    n, dtype = len(variant.states) + len(variant.scalars), param.dtype
+    if not (variant.is_plain and type(param) in _PLAIN and dtype in _REAL):
+        return False
+    if not state:
+        return not n
+    if len(state) != n or type(state) is not dict:
+        return False
+    shape, device = param.shape, param.device
+    for name, declared in variant.states:
+        value = state.get(name)
+        if not (
+            type(value) is Tensor
+            and value.dtype == (declared or dtype)
+            and value.shape == shape
+            and value.device == device
+            and value.layout is torch.strided
+            and value.is_contiguous()
+            and not value.is_neg()
+        ):
+            return False
+    for name, dtype in variant.scalars:
+        value = state.get(name)
+        if not (
+            type(value) is Tensor
+            and value.dtype == dtype
+            and not value.ndim
+            and not value.is_neg()
+            and value.device == device
+        ):
+            return False
+    return True
 
 
 def state_of(
@@ -212,6 +255,8 @@ def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     dtype = _dtype_on(dtype, device)
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=dtype, device=device)
+    if value.is_neg():  # kernels read memory without the lazy sign
+        value = value.resolve_neg()
     if value.device == device and value.dtype == dtype and value.ndim == 0:
         return value
     return to_device(value.detach().reshape(()), device, dtype)

@@ -5,9 +5,10 @@ small would be accessed out of bounds. States come from checkpoints and from use
 may be resized between steps, so states are checked whenever a plan is made.
 """
 
+import bisect
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,21 @@ from ampopt._step.small_states import KEYS
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule, State
-from ampopt_kernels.tensors import address_range, is_dense, share_memory
+from ampopt_kernels.tensors import (
+    address_range,
+    all_have_memory,
+    is_dense,
+    may_overlap,
+    share_memory,
+)
 
-__all__ = ["CheckedParam", "check_master", "check_states"]
+__all__ = [
+    "CheckedParam",
+    "check_master",
+    "WrittenTensors",
+    "check_memory",
+    "check_states",
+]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -50,17 +63,16 @@ class CheckedParam(NamedTuple):
     codecs: tuple[Codec | None, ...]
 
 
-_WrittenTensor = tuple[int, int, str, str | None, Tensor]
+WrittenTensors = list[tuple[str, str | None, Tensor]]
+"""Tensors that a step writes: parameter, state (``None`` for the parameter itself), tensor."""
+
+_MemoryRange = tuple[int, int, str, str | None, Tensor]
 """A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
 tensor.
 """
 
 
-def check_states(
-    rule: Rule,
-    params_to_check: Iterable[CheckedParam],
-    others: Iterable[tuple[str, Tensor]] = (),
-) -> None:
+def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
     """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
@@ -70,25 +82,72 @@ def check_states(
     Args:
         rule: the rule.
         params_to_check: the parameters whose states to check.
-        others: name and tensor of other parameters, with which no state may share memory.
+
+    Returns:
+        The parameters and their states, for :func:`check_memory`.
 
     Raises:
         TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
-        ValueError: a state has another shape than declared, or shares memory with another tensor
-            that the step writes.
+        ValueError: a state has another shape than declared.
         RuntimeError: a state is on another device than its parameter, or sharded differently.
     """
-    memory_by_device: dict[torch.device, list[_WrittenTensor]] = {}
+    written: WrittenTensors = []
     for one in params_to_check:
         _check_state(rule, one)
-        _add_memory(memory_by_device, rule, one)
-    for name, param in others:
-        if param.device in memory_by_device:
-            tensor = dtensor.local(param)
-            written = (*address_range(tensor), name, None, tensor)
-            memory_by_device[param.device].append(written)
-    for memory in memory_by_device.values():
-        _check_no_overlap(memory)
+        keys = [MASTER] * one.has_master
+        for part in rule.tensor_state_for(one.flags):
+            keys.append(part.name)
+            if one.state.get(part.name) is not None and small_states.has_codes(one.state, part):
+                keys.append(small_states.scale_key(part.name))
+        keys += (KEYS, *(part.name for part in rule.scalar_state_for(one.flags)))
+        written.append((one.name, None, one.param))
+        states = ((key, one.state.get(key)) for key in keys)
+        written += ((one.name, key, state) for key, state in states if isinstance(state, Tensor))
+    return written
+
+
+def check_memory(
+    written: WrittenTensors, others: Sequence[tuple[str, str | None, Tensor]] = ()
+) -> None:
+    """Raise for tensors without memory, and for states that share memory with another tensor.
+
+    Two parameters may share memory: users tie them on purpose.
+
+    Args:
+        written: the tensors that a step writes.
+        others: further tensors, with which none of ``written`` that is a state may share memory.
+
+    Raises:
+        RuntimeError: the storage of a tensor was freed, or has less memory than its elements take.
+        ValueError: a state shares memory with another tensor.
+    """
+    # No Python runs for each of thousands of tensors, if all are as they should be.
+    everything = [*written, *others]
+    own = dtensor.local_tensors(map(_tensor_of, everything))
+    devices = list(map(_device_of, own))
+    for device in set(devices):
+        if device.type not in _WITH_ADDRESSES:
+            continue
+        on_device = range(len(own))
+        if devices.count(device) < len(own):
+            on_device = [i for i in on_device if devices[i] == device]
+        tensors = [own[i] for i in on_device]
+        stepped = tensors[: bisect.bisect_left(on_device, len(written))]
+        if not all_have_memory(stepped):
+            place = next(i for i in on_device if not all_have_memory([own[i]]))
+            name, state, _ = everything[place]
+            raise RuntimeError(
+                f"the memory of {name if state is None else _state_name(state, name)} was freed "
+                "(by untyped_storage().resize_()), so that no step can use it: restore its storage "
+                "before the step"
+            )
+        if may_overlap(tensors):
+            _raise_for_overlap(
+                [
+                    (*address_range(own[i]), everything[i][0], everything[i][1], own[i])
+                    for i in on_device
+                ]
+            )
 
 
 def _check_state(rule: Rule, one: CheckedParam) -> None:
@@ -121,25 +180,6 @@ def _check_state(rule: Rule, one: CheckedParam) -> None:
     for part in rule.scalar_state_for(flags):
         _check_scalar(name, part.name, state.get(part.name))
     _check_scalar(name, KEYS, state.get(KEYS))
-
-
-def _add_memory(
-    memory_by_device: dict[torch.device, list[_WrittenTensor]], rule: Rule, one: CheckedParam
-) -> None:
-    """Add the parameter and its states, which have been checked, to what the step writes."""
-    state = one.state
-    if one.param.device.type not in _WITH_ADDRESSES:
-        return
-    keys = [MASTER] * one.has_master
-    for part in rule.tensor_state_for(one.flags):
-        keys.append(part.name)
-        if state.get(part.name) is not None and small_states.has_codes(state, part):
-            keys.append(small_states.scale_key(part.name))
-    memory = memory_by_device.setdefault(one.param.device, [])
-    for key, tensor in ((None, one.param), *((key, state.get(key)) for key in keys)):
-        if tensor is not None:
-            tensor = dtensor.local(tensor)
-            memory.append((*address_range(tensor), one.name, key, tensor))
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
@@ -251,16 +291,17 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 # --- memory that two tensors share ----------------------------------------------------------------
 
 
-_start_of = operator.itemgetter(0)
+_start_of, _tensor_of = operator.itemgetter(0), operator.itemgetter(2)
+_device_of = operator.attrgetter("device")
 
 
-def _check_no_overlap(memory: list[_WrittenTensor]) -> None:
+def _raise_for_overlap(memory: list[_MemoryRange]) -> None:
     """Raise if a state shares memory with another tensor of ``memory``.
 
     Two parameters may share memory: users tie them on purpose.
     """
     memory.sort(key=_start_of)
-    open_: list[_WrittenTensor] = []  # tensors that may end after the start of the next one
+    open_: list[_MemoryRange] = []  # tensors that may end after the start of the next one
     reach = 0
     for one in memory:
         start, end, name, state, tensor = one

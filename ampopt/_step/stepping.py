@@ -225,10 +225,6 @@ class StepStrategy(RefersToOptimizer, ABC):
         """
 
     @abstractmethod
-    def invalidate_plan(self) -> None:
-        """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
-
-    @abstractmethod
     def make_states(self) -> None:
         """Make every state that a first step would make, also of parameters without a gradient.
 

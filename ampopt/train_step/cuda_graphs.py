@@ -95,6 +95,7 @@ class _Capture:
         norm: the gradient norm that the graph writes; ``None`` if it does not clip.
         decision: the overflow decision that the graph writes.
         plan: the optimizer's plan, with the parameters and states of the step.
+        records: the watch and the skip conditions that the graph runs.
         tensors: the hyperparameters that the graph reads from the device.
     """
 
@@ -105,6 +106,7 @@ class _Capture:
     norm: Tensor | None
     decision: Any
     plan: Plan
+    records: tuple[Any, ...]
     tensors: list[Tensor]
 
 
@@ -197,6 +199,7 @@ class CapturedSteps:
             norm=optimizer._ampopt.grad_norm,
             decision=optimizer._ampopt.runner.decision,
             plan=plan,
+            records=self._records(),
             tensors=self._hyper_tensors(),
         )
 
@@ -282,13 +285,18 @@ class CapturedSteps:
             return capture is None
         if capture is not None:
             tensors = self._hyper_tensors()
-            if len(tensors) != len(capture.tensors) or plan is not capture.plan:
+            if plan is not capture.plan or self._records() != capture.records:
                 return False
-            if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
+            if list(map(id, tensors)) != list(map(id, capture.tensors)):
                 return False
         present = plan.present
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
             return plan.revalidate(steps.optimizer, steps.rule) and plan.present == present
+
+    def _records(self) -> tuple[Any, ...]:
+        """The watch and the skip conditions that a step runs now."""
+        ours = self._optimizer._ampopt
+        return ours.watch, *ours.causes
 
     def _hyper_tensors(self) -> list[Tensor]:
         """The hyperparameters that are tensors, which the graph reads where they are."""

@@ -140,14 +140,12 @@ class Watch:
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
         ours.watch = self
-        ours.invalidate_plan()
 
     def close(self) -> None:
         """Stop recording. The watch can still be read; waits until pending logs are written."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = self.optimizer._ampopt.watch = None
-            self.optimizer._ampopt.invalidate_plan()
             self._write_logs(wait=True)
 
     # --- reading ----------------------------------------------------------------------------------

@@ -1,20 +1,26 @@
 """Tensors as backends use them: real views, memory layouts, and dtypes to compute in."""
 
 import functools
+import operator
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "all_have_memory",
     "arithmetic",
     "dense_like",
     "flat",
     "is_dense",
     "address_range",
+    "may_overlap",
     "overlaps_itself",
     "real",
     "share_memory",
+    "sharing_memory",
     "times",
+    "was_freed",
     "widest",
 ]
 
@@ -80,9 +86,72 @@ def address_range(tensor: Tensor) -> tuple[int, int]:
     start, n = tensor.data_ptr(), tensor.numel()
     if not (start and n):
         return 0, 0
-    if not tensor.is_contiguous():
-        n = 1 + sum((m - 1) * s for m, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + n * tensor.element_size()
+    return start, start + _span(tensor) * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last place in memory of a strided ``tensor``, not empty."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((m - 1) * s for m, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def all_have_memory(tensors: list[Tensor]) -> bool:
+    """Whether the storages of strided ``tensors`` hold all of their elements: none was freed."""
+    have = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+    enough = all(map(operator.le, map(_nbytes, tensors), have))
+    if enough and not any(map(Tensor.storage_offset, tensors)):
+        if all(map(Tensor.is_contiguous, tensors)):
+            return True
+    return all(map(_has_memory, tensors))
+
+
+def was_freed(tensor: Tensor) -> bool:
+    """Whether the storage of a strided ``tensor`` was freed, so that it has no address."""
+    of_storage = tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
+    return not of_storage and bool(tensor.numel()) and not tensor.is_meta
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a strided ``tensor`` holds all of its elements."""
+    if not tensor.numel():
+        return True
+    end = (tensor.storage_offset() + _span(tensor)) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= end
+
+
+def may_overlap(tensors: list[Tensor]) -> bool:
+    """Whether the address ranges of two of ``tensors``, strided, overlap."""
+    starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors))
+    if not all(map(Tensor.is_contiguous, tensors)):
+        sizes = [end - start for start, end in map(address_range, tensors)]
+    ranges = zip(starts, map(operator.add, starts, sizes), strict=True)
+    ranges = sorted(compress(ranges, sizes))  # those that are not empty
+    reach = accumulate((end for _, end in ranges), max)
+    return any(map(operator.lt, (start for start, _ in ranges[1:]), reach))
+
+
+def sharing_memory(tensors: list[Tensor]) -> set[int]:
+    """The indices of those of strided ``tensors`` that share memory with one before them. Exact."""
+    if not may_overlap(tensors):
+        return set()
+    ranges, found = list(map(address_range, tensors)), set()
+    open_: list[int] = []  # tensors that may end after the start of the next one
+    for index in sorted(range(len(tensors)), key=ranges.__getitem__):
+        start, end = ranges[index]
+        open_ = [other for other in open_ if ranges[other][1] > start]
+        for other in open_:
+            pair = tensors[index], tensors[other]
+            if pair[0].device == pair[1].device and (
+                all(map(is_dense, pair)) or share_memory(*pair)
+            ):
+                found.add(max(index, other))
+        if end > start:
+            open_.append(index)
+    return found
+
+
+_nbytes = operator.attrgetter("nbytes")
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 A step has to know whether it works on the same objects as the step before. To compare them in
 Python takes longer than to update the parameters of a small network. Once the loops of
-``objects.cpp`` have been compiled, each check is one call of them. They include torch's headers,
-which take a compiler about ten seconds, so they are compiled in the background. Until they are
-loaded, and where they cannot be compiled, each check runs in Python.
+``objects.cpp`` have been compiled, each check is one call of them. They include a header of torch,
+which takes a compiler two seconds, so they are compiled in the background. Until they are loaded,
+and where they cannot be compiled, each check runs in Python.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import functools
 import operator
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress, islice
+from collections.abc import Iterator
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.native.build import Library
+from ampopt_kernels.tensors import was_freed
 
 __all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 
@@ -83,16 +84,13 @@ loops = Loops()
 def _library() -> Library:
     """The library of ``objects.cpp``, compiled against this torch and this Python."""
     root = Path(torch.__file__).parent
-    includes = (root / "include", root / "include/torch/csrc/api/include")
     options = (
         "-std=c++20",  # newer headers of torch need it
         "-O1",  # nothing to vectorize
-        "-DAT_PER_OPERATOR_HEADERS",  # leaves out half of the headers: those of operators
-        *(f"-I{folder}" for folder in (*includes, sysconfig.get_paths()["include"])),
+        f"-DCDATA={_pointer_to_tensor()}",
+        *(f"-I{folder}" for folder in (root / "include", sysconfig.get_paths()["include"])),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-L{root / 'lib'}",
-        "-ltorch_python",
-        "-ltorch_cpu",
         "-lc10",
         f"-DTORCH_VERSION={torch.__version__}",  # compile again for another torch
     )
@@ -100,11 +98,25 @@ def _library() -> Library:
     return Library(source, options, can_wait=True)
 
 
+def _pointer_to_tensor() -> int:
+    """Where, in the Python object of a tensor, the pointer to the C++ tensor is.
+
+    Raises:
+        RuntimeError: the pointer is not found.
+    """
+    tensors = [torch.empty(n, device="cpu") for n in range(3)]
+    for offset in range(object.__basicsize__, 64, ctypes.sizeof(ctypes.c_void_p)):
+        pointers = [ctypes.c_void_p.from_address(id(tensor) + offset).value for tensor in tensors]
+        if pointers == [tensor._cdata for tensor in tensors]:
+            return offset
+    raise RuntimeError("this torch has other Python objects")
+
+
 def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     """The loaded library, which holds Python's lock in calls, with the types of its functions."""
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    functions.hold.argtypes = (objects, pointer, objects, objects, objects)
+    functions.hold.argtypes = (objects, pointer, objects, objects)
     functions.addresses.argtypes = (objects, pointer)
     functions.laid_out.argtypes = (objects, pointer, objects)
     functions.bump_versions.argtypes = (objects,)
@@ -139,57 +151,69 @@ def bump_versions(tensors: list[Tensor]) -> None:
 
 
 class IdentityGuard:
-    """The identities of the members of some lists and dicts."""
+    """The identities of the elements of some lists, and of some entries of dicts."""
 
-    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Store the members of ``containers``: of a dict, its keys and values."""
-        self._containers = list(containers)
-        self._dicts = [c for c in self._containers if isinstance(c, dict)]
-        self._sizes = array("q", map(len, self._containers))
-        self._members = list(chain.from_iterable(self._containers))
-        self._values = list(self._values_now())
+    def __init__(self, lists: list[list[Any]], dicts: list[tuple[dict[Any, Any], Any]]) -> None:
+        """Store the elements and entries.
 
-    def _values_now(self) -> Iterator[Any]:
-        """The values of the dicts."""
-        # No list of views: so many new objects would start the garbage collector.
-        return chain.from_iterable(map(dict.values, self._dicts))
+        Args:
+            lists: the lists.
+            dicts: dicts, each with the keys of the entries to compare, which it has; ``None`` for
+                all entries, so that none may be added.
+        """
+        self._containers: list[Any] = [*lists, *(container for container, _ in dicts)]
+        self._n_lists = len(lists)
+        self._members: list[Any] = list(chain.from_iterable(lists))
+        sizes = list(map(len, lists))
+        for container, keys in dicts:
+            before = len(self._members)
+            for entry in container.items():  # in the order in which C++ meets them
+                if keys is None or entry[0] in keys:
+                    self._members += entry
+            n = (len(self._members) - before) // 2
+            sizes.append(~n if keys is None else n)
+        self._sizes = array("q", sizes)
 
     def unchanged(self) -> bool:
-        """Return whether the containers still have the same objects in the same order."""
+        """Return whether the containers still have the same objects."""
         library = loops.get()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
-            return bool(library.hold(self._containers, sizes, self._members, self._values, None))
-        return (
-            array("q", map(len, self._containers)) == self._sizes
-            and all(map(operator.is_, chain.from_iterable(self._containers), self._members))
-            and all(map(operator.is_, self._values_now(), self._values))
-        )
+            return bool(library.hold(self._containers, sizes, self._members, None))
+        return next(self._changed(), None) is None
 
-    def changed(self) -> list[list[Any] | dict[Any, Any]]:
+    def changed(self) -> list[Any]:
         """Return the containers that have other members now."""
         library = loops.get()
-        if library is not None:
-            sizes, changed = self._sizes.buffer_info()[0], bytearray(len(self._containers))
-            library.hold(self._containers, sizes, self._members, self._values, changed)
-            return list(compress(self._containers, changed))
-        changes, members, values = [], iter(self._members), iter(self._values)
-        for container, size in zip(self._containers, self._sizes, strict=True):
-            before = list(islice(members, size))
-            now = list(container)
-            if isinstance(container, dict):
-                before += islice(values, size)
-                now += container.values()
-            if len(before) != len(now) or not all(map(operator.is_, before, now)):
-                changes.append(container)
-        return changes
+        if library is None:
+            return list(self._changed())
+        sizes, changed = self._sizes.buffer_info()[0], bytearray(len(self._containers))
+        library.hold(self._containers, sizes, self._members, changed)
+        return list(compress(self._containers, changed))
+
+    def _changed(self) -> Iterator[Any]:
+        """Yield the containers that have other members now."""
+        at = 0
+        for index, (container, n) in enumerate(zip(self._containers, self._sizes, strict=True)):
+            if index < self._n_lists:
+                now, end = container, at + n
+                before = self._members[at:end]
+            else:
+                is_exact, n = n < 0, max(n, ~n)
+                end = at + 2 * n
+                now = list(map(container.get, self._members[at:end:2]))
+                before = self._members[at + 1 : end : 2]
+                n = -1 if is_exact and len(container) != n else n
+            if len(now) != n or not all(map(operator.is_, now, before)):
+                yield container
+            at = end
 
 
 class LayoutGuard:
-    """The layouts of some strided tensors, on which a plan for a flat kernel depends.
+    """The layouts of some strided tensors, on which a plan for a kernel depends.
 
-    A layout is the class, device, dtype, shape and strides of a tensor, and whether it is lazily
-    negated or conjugated.
+    A layout is the class, device, dtype, shape and strides of a tensor, whether it is lazily
+    negated or conjugated, and whether its memory was freed.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -198,9 +222,7 @@ class LayoutGuard:
         self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
         self._numbers = _numbers(tensors)
         self._numbers_of: dict[int, array] = {}  # of single tensors, until all are known
-        self._properties: list[tuple[Callable[[Any], Any], list[Any]]] | None = None
-        if self._numbers is None:
-            self._properties = [(of, list(map(of, tensors))) for of in _properties_of(tensors)]
+        self._layouts = [] if self._numbers is not None else list(map(_layout, tensors))
 
     def present(self, tensors: list[Any]) -> bytearray | None:
         """Compare the layout of each of ``tensors`` with that of the stored tensor at its index.
@@ -213,65 +235,42 @@ class LayoutGuard:
         """
         if len(tensors) != self._n:
             return None
-        if self._numbers is not None:
-            library = loops.get()
-            assert library is not None
-            present, layouts = bytearray(self._n), self._numbers.buffer_info()[0]
-            return present if library.laid_out(tensors, layouts, present) else None
-        assert self._properties is not None
-        if all(list(map(of, tensors)) == stored for of, stored in self._properties):
-            self._numbers = _numbers(tensors)  # the loops may have been compiled since
-            return bytearray(b"\1" * self._n)
-        present = bytearray(tensor is not None for tensor in tensors)
-        there = list(compress(tensors, present))
-        if any(
-            list(map(of, there)) != list(compress(stored, present))
-            for of, stored in self._properties
-        ):
-            return None
-        self._encode(tensors)
+        present = self._compared(tensors)
+        return None if 2 in present else present
+
+    def changed(self, tensors: list[Any]) -> list[int]:
+        """Return the index of each of ``tensors``, as many as are stored, with another layout."""
+        return [index for index, byte in enumerate(self._compared(tensors)) if byte == 2]
+
+    def _compared(self, tensors: list[Any]) -> bytearray:
+        """For each tensor 0 if it is ``None``, 1 if it has the stored layout, else 2."""
+        library = loops.get()
+        if self._numbers is not None and library is not None:
+            present = bytearray(b"\2") * self._n
+            library.laid_out(tensors, self._numbers.buffer_info()[0], present)
+            return present
+        pairs = zip(tensors, self._layouts, strict=True)
+        present = bytearray(0 if t is None else 2 - (_layout(t) == known) for t, known in pairs)
+        if library is not None and 2 not in present:
+            self._encode(tensors)
         return present
 
     def _encode(self, tensors: list[Any]) -> None:
-        """Keep the numbers of those that are not ``None``, for when those of all are known."""
-        for index, tensor in enumerate(tensors if loops.get() is not None else ()):
+        """Once the loops are there, keep the numbers of tensors until those of all are known."""
+        for index, tensor in enumerate(tensors):
             if tensor is not None and index not in self._numbers_of:
                 self._numbers_of[index] = _numbers([tensor]) or array("q")
         if len(self._numbers_of) == self._n:
             each = (self._numbers_of[index] for index in range(self._n))
             self._numbers = array("q", chain.from_iterable(each))
 
-    def changed(self, tensors: list[Any]) -> list[int]:
-        """Return the index of each of ``tensors``, as many as are stored, with another layout."""
-        if self._numbers is not None:
-            library, present = loops.get(), bytearray(b"\2") * self._n
-            assert library is not None
-            library.laid_out(tensors, self._numbers.buffer_info()[0], present)
-            return [index for index, byte in enumerate(present) if byte == 2]
-        properties = self._properties or []
-        return [
-            index
-            for index, tensor in enumerate(tensors)
-            if tensor is not None and any(of(tensor) != stored[index] for of, stored in properties)
-        ]
 
-
-# Made once, as lists of properties are compared.
-_BASIC = (type, *map(operator.attrgetter, ("layout", "dtype", "device", "shape")))
-
-
-def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
-    """Yield the properties that make the layouts of ``tensors``, those first that tell most apart.
-
-    Each is a C function, so that ``map`` runs no Python for a tensor. For contiguous tensors the
-    strides, and for real ones the conjugate bit, need no comparison of their own.
-    """
-    yield from _BASIC
-    # Both fail for sparse tensors, whose layouts differ already.
-    yield Tensor.is_contiguous if all(map(Tensor.is_contiguous, tensors)) else Tensor.stride
-    yield Tensor.is_neg
-    if any(map(Tensor.is_complex, tensors)):
-        yield Tensor.is_conj
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """Return what makes up the layout of a strided tensor."""
+    if tensor.layout != torch.strided:
+        return (tensor.layout,)
+    basic = type(tensor), tensor.dtype, tensor.device, tensor.shape
+    return *basic, tensor.stride(), tensor.is_neg(), tensor.is_conj(), was_freed(tensor)
 
 
 def _numbers(tensors: list[Tensor]) -> array | None:

@@ -152,7 +152,7 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
                 p.grad = grad.view(p.shape).to(p.dtype)
         REPLACED[step.change](params, optimizer)
         if forgets:
-            optimizer._ampopt.runner.drop_plan()
+            optimizer._ampopt.runner.plan = None
         if step.how == "at once":
             scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
         elif step.how == "clipped":
@@ -271,11 +271,24 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0),
         "parameters of a group were replaced or removed, or are in another order",
     ),
-    "watch": (
-        lambda _, optimizer: ampopt.Watch(optimizer),
-        "a Watch or skip_when was added or removed, or a step failed",
-    ),
 }
+
+
+def test_what_no_plan_depends_on_makes_no_new_one():
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params)
+    reasons(optimizer)
+    watch, condition = ampopt.Watch(optimizer), ampopt.skip_when(optimizer, norm=1e4)
+    for n in range(4):
+        optimizer.state[params[1]]["mine"] = n  # an entry of the user's own
+        optimizer.state[f"mine {n}"] = torch.ones(n)
+        optimizer.param_groups[0]["mine"] = n
+        stepped(optimizer, params)
+    watch.close()
+    condition.remove()
+    stepped(optimizer, params)
+    assert reasons(optimizer) == []
+    assert watch.read()["steps"] == 4
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -5,6 +5,7 @@ Those are the ones that torch lacks, and Adafactor, whose rule has other operati
 
 import inspect
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,13 @@ import pytorch_optimizer
 import torch
 from support import transcribed_optimizers
 from support.optimizers import BEYOND_TORCH
+from support.short_rules import signum
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits
+from ampopt_kernels import State
 
 STEPS = 600
 SHAPES = ((3, 5), ())
@@ -301,3 +304,15 @@ def test_modes_of_a_schedule_free_optimizer_are_the_line_through_z(masters):
     optimizer.train()
     torch.testing.assert_close(full.detach(), y)
     assert bits(param) == bits(full.to(dtype))
+
+
+def test_rules_that_are_new_at_each_call_are_not_kept():
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.SGD([param], lr=0.5)
+    param.grad = torch.ones(3)
+    for turn in range(20):
+        rule = replace(signum, state=(State(f"average {turn}"),))
+        optimizer.run_rule(rule)
+    assert param.tolist() == [-9.0] * 3
+    assert set(optimizer.state[param]) == {f"average {turn}" for turn in range(20)}
+    assert len(optimizer._ampopt.runner._second_runners) < 10

@@ -291,3 +291,51 @@ def test_drop_overflow_update_false_applies_the_update_and_says_so():
         assert not result.skipped
         assert result.scale is scale
         assert param.tolist() == [0.0, -INF]
+
+
+SHARED = {
+    "the same": (lambda g: g[:40], lambda g: g[:40]),
+    "in part": (lambda g: g[:60], lambda g: g[50:90]),
+    "in part, the later one first": (lambda g: g[50:110], lambda g: g[:70]),
+    "in a chain": (lambda g: g[:40], lambda g: g[30:60], lambda g: g[50:80]),
+    "within": (lambda g: g[:100], lambda g: g[20:30], lambda g: g[40:50]),
+    "alternating": (lambda g: g[:100:2], lambda g: g[1:100:2]),
+    "expanded": (lambda g: g[:1].expand(9), lambda g: g[:9]),
+}
+"""Gradients as views of one tensor."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "by_scaler"),
+    [(ampopt.SGD, False), (ampopt.SGD, True), (ampopt.extend(torch.optim.SGD), False)],
+)
+@pytest.mark.parametrize("how", SHARED)
+def test_gradients_that_share_memory_are_divided_once(how, cls, by_scaler):
+    values = torch.arange(1.0, 121.0)
+    shapes = [view(values).shape for view in SHARED[how]]
+    params = [Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = cls(params, lr=1.0)
+    for _ in range(2):  # with a new plan, and with one that is kept
+        for p in params:
+            p.data.zero_()
+        shared = values.clone()
+        for p, view in zip(params, SHARED[how], strict=True):
+            p.grad = view(shared)
+        if by_scaler:  # the step unscales
+            if how == "expanded":
+                return  # torch's scaler refuses it
+            scaler: Any = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+        else:
+            optimizer.unscale(grads_scaled_by=4.0)
+        for p, view in zip(params, SHARED[how], strict=True):
+            assert torch.equal(p.grad, view(values) / 4)
+        if not by_scaler:
+            optimizer.step_after_unscale()
+        for p, view in zip(params, SHARED[how], strict=True):
+            assert torch.equal(p, -view(values) / 4)
+        if how == "alternating":
+            assert [p.grad.data_ptr() for p in params] == [
+                view(shared).data_ptr() for view in SHARED[how]
+            ]
