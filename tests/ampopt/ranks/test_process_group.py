@@ -21,6 +21,7 @@ STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
 FORMS = (
     "own", "split", "several", "scaler", "scaler, unscaled", "scaler's group", "others'",
     "window", "micro_batch", "window, judged", "several, window, judged", "several, micro_batch",
+    "split, step", "window, step", "micro_batch, step",
 )  # fmt: skip
 
 
@@ -58,6 +59,14 @@ def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[st
         elif form == "split":
             scale = optimizer.unscale(grads_scaled_by=scale).scale
             optimizer.step_after_unscale()
+        elif form == "split, step":
+            scale = optimizer.unscale(grads_scaled_by=scale).scale
+            optimizer.step()
+        elif form.endswith(", step"):
+            scale = optimizer.accumulate(grads_scaled_by=scale, drop=form.split(",")[0]).scale
+            for param, part in zip(params, parts, strict=True):
+                param.grad = gradient(part, None, 0.5)
+            optimizer.step()
         elif "window" in form or "micro_batch" in form:
             drop = "window" if "window" in form else "micro_batch"
             optimizer.accumulate(grads_scaled_by=scale, drop=drop)
