@@ -94,13 +94,7 @@ def take_handoff(
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
     handoff = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
-    if optimizer._ampopt.pending is not None:
-        raise RuntimeError(
-            f"unscale() of this {type(optimizer).__name__} was called, and the scaler would "
-            "unscale its gradients a second time. Call step_after_unscale() in place of "
-            "scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
-            "zero_grad() discards the unscale"
-        )
+    _refuse_second_unscale(optimizer)
     if any(map(callable, (*args, kwargs.get("closure")))):
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -122,6 +116,17 @@ def take_handoff(
     if scale is None or ours.causes or ours.watch is not None or not backend_for(device).host_sees:
         return handoff
     return replace(handoff, is_final=1.0 <= scale.item() < float("inf"))
+
+
+def _refuse_second_unscale(optimizer: Any) -> None:
+    """Raise if an unscale is pending: the scaler that steps ``optimizer`` unscales as well."""
+    if optimizer._ampopt.pending is not None:
+        raise RuntimeError(
+            f"unscale() of this {type(optimizer).__name__} was called, and the scaler would "
+            "unscale its gradients a second time. Call step_after_unscale() in place of "
+            "scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
+            "zero_grad() discards the unscale"
+        )
 
 
 def wrap_step(cls: type[Any], root: type[Any]) -> None:
@@ -200,6 +205,11 @@ def following_unscale(step: Callable[..., Any]) -> Callable[..., Any]:
 @uncompiled
 def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
     """The request of a plain ``step(*args, **kwargs)``; see :meth:`OrdinaryStep.plain_request`."""
+    if {"found_inf", "grad_scale"} <= vars(optimizer).keys():  # of a scaler, for the step to read
+        if optimizer._ampopt.pending is not None:
+            del optimizer.found_inf, optimizer.grad_scale
+            _refuse_second_unscale(optimizer)
+        return None
     has_closure = any(map(callable, (*args, kwargs.get("closure"))))
     return optimizer._ampopt.plain_request(has_closure=has_closure)
 

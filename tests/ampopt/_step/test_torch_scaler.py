@@ -75,8 +75,14 @@ def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
     assert bits(param) == before
 
 
+class ReadsScaler(Plain):
+    """Supports torch's GradScaler by itself, as a fused optimizer of torch does."""
+
+    _step_supports_amp_scaling = True
+
+
 @on_eager
-@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain, ReadsScaler])
 @pytest.mark.parametrize("scaler_unscales", [False, True])
 def test_a_scaler_does_not_step_a_pending_unscale(param, cls, scaler_unscales):
     """The scaler would unscale a second time, or has done so in ``unscale_``."""
