@@ -1,4 +1,8 @@
-"""The rules of the built-in optimizers, one file for each family."""
+"""The update rules of the built-in optimizers.
+
+The class of an optimizer is in the file of the same name in ``ampopt/optim``; ``adam`` is also the
+rule of AdamW. What several rules compute is in ``averages``.
+"""
 
 from ampopt_kernels.rules.adadelta import adadelta
 from ampopt_kernels.rules.adafactor import adafactor

@@ -155,3 +155,21 @@ def test_help_begins_with_where_to_begin_and_dir_has_what_is_public():
     shown = [name for name in dir(ampopt) if not name.startswith("__")]
     assert shown == sorted(ampopt.__all__)
     assert {"__all__", "__version__", "__doc__", "__path__"} <= set(dir(ampopt))
+
+
+def test_rule_and_class_of_an_optimizer_are_in_files_of_one_name():
+    def file_of(module):
+        return module.rpartition(".")[2]
+
+    classes = [getattr(ampopt.optim, name) for name in ampopt.optim.__all__]
+    files = {
+        (file_of(cls.__module__), file_of(cls.rule.update.fn.__module__))
+        for cls in classes
+        if hasattr(cls, "rule")
+    }
+    assert {pair for pair in files if len({*pair}) == 2} == {("adamw", "adam")}
+    assert {cls.__name__ for cls in classes if not hasattr(cls, "rule")} == {
+        "LBFGS",
+        "Muon",
+        "SparseAdam",
+    }
