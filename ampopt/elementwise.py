@@ -1,5 +1,6 @@
 """Optimizers whose update is a rule: a step is a few kernel launches, and never synchronizes."""
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.hyperparameters import kind_of
+from ampopt._step.hyperparameters import check_like, kind_of
 from ampopt._step.masters import needs_master
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.sharding.dtensor import is_dtensor
@@ -209,6 +210,7 @@ class ElementwiseOptimizer(Optimizer):
             MASTER_BITS: master_bits,
         }
         check_options(options)
+        _check_arguments(self, args, kwargs)
         super().__init__(*args, **kwargs)
         options = {key: value for key, value in options.items() if value != DEFAULTS[key]}
         if options:
@@ -317,12 +319,22 @@ class ElementwiseOptimizer(Optimizer):
                 ``state_bits`` and ``master_bits`` may be set for this group alone.
 
         Raises:
-            TypeError: ``param_group`` is not a dict, or ``master_weights`` not a bool.
-            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``,
-                ``state_bits`` not 8, 16 or 32, or ``master_bits`` not 24 or 32.
+            TypeError: ``param_group`` is not a dict, ``master_weights`` not a bool, or a
+                hyperparameter of another type than its default.
+            ValueError: ``param_group`` has no ``"params"``; ``param_rounding`` is neither
+                ``"nearest"`` nor ``"stochastic"``, ``state_bits`` not 8, 16 or 32, or
+                ``master_bits`` not 24 or 32; or a hyperparameter is NaN.
         """
         if isinstance(param_group, dict):  # torch refuses anything else
+            if "params" not in param_group:
+                raise ValueError(
+                    f"a param group has only {sorted(param_group)}, and must have its parameters: "
+                    'add "params"'
+                )
             check_options(param_group)
+            for name in {*self.rule.hyper, *self.rule.flags} & param_group.keys():
+                if name in self.defaults:
+                    check_like(name, param_group[name], self.defaults[name])
         super().add_param_group(param_group)
         self._ampopt.runner.checks.remember_dtypes()
 
@@ -404,6 +416,26 @@ class ElementwiseOptimizer(Optimizer):
             del states[param]
         super().__setstate__(state)
         self.state.update(alone)
+
+
+def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of torch's constructor of another type than their defaults, or NaN.
+
+    Raises:
+        TypeError: see :func:`ampopt._step.hyperparameters.check_like`, as for ``ValueError``.
+    """
+    classes = vars(torch.optim).values()
+    theirs = next((cls for cls in type(optimizer).__mro__ if cls in classes), None)
+    if theirs is None:
+        return
+    signature = inspect.signature(theirs.__init__)
+    kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    try:
+        given = signature.bind_partial(optimizer, *args, **kwargs).arguments
+    except TypeError:  # the constructor says what is wrong
+        return
+    for name, value in given.items():
+        check_like(name, value, signature.parameters[name].default)
 
 
 def _is_as_made(master: Tensor, param: Tensor) -> bool:

@@ -99,7 +99,7 @@ class skip_when:
         """
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
-        check_count("warmup", warmup, least=0)
+        check_count("warmup", warmup, least=2)
         self._begin(optimizer, limits, deviations, lambda n: RunningStatistics(n, warmup), warmup)
 
     @classmethod
@@ -340,7 +340,7 @@ class RunningStatistics(Statistics):
             warmup: the number of applied steps before which no value is an outlier; at least 2.
         """
         super().__init__(3)
-        self.deviations, self.warmup = deviations, max(warmup, 2)
+        self.deviations, self.warmup = deviations, warmup
 
 
 class WindowStatistics(Statistics):

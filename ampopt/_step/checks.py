@@ -30,6 +30,7 @@ from ampopt.options import (
     is_stochastic,
     state_bits,
 )
+from ampopt_kernels import rules
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import overlaps_itself
@@ -290,7 +291,8 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     Raises:
         TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
         ValueError: ``state_dict`` is that of something else, the constructor refuses a
-            hyperparameter, or 8-bit codes are missing.
+            hyperparameter, 8-bit codes are missing, a count is negative or NaN, or a state is on
+            the meta device.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"load_state_dict takes what state_dict() returned, got {state_dict!r}")
@@ -300,19 +302,11 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             f"'state' and 'param_groups', got one with the keys {list(state_dict)[:8]}: if this is "
             "a whole checkpoint, pass its entry of the optimizer"
         )
-    rule = optimizer.rule
-    declared_names = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
-    declared_names |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}
-    declared_names.add(codes_key(MASTER))
+    _check_of_this_optimizer(optimizer, state_dict)
     for key, state in state_dict["state"].items():
-        _check_codes_are_there(rule, key, state)
-        for name in declared_names.intersection(state if isinstance(state, Mapping) else ()):
-            if not isinstance(value := state[name], Tensor | numbers.Real | None):
-                raise TypeError(
-                    f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
-                    f"{name!r} of parameter {key}, which must be a tensor or a number. Nothing was "
-                    "loaded: fix the entry in state_dict['state']"
-                )
+        _check_codes_are_there(optimizer.rule, key, state)
+        if isinstance(state, Mapping):
+            _check_entries(optimizer, key, state)
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:
         return
@@ -325,6 +319,93 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 f"the state to be loaded has what {cls.__name__} refuses, in param group {index}: "
                 f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
+
+
+def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``state_dict`` is that of another optimizer.
+
+    Entries that users keep under names of their own are allowed.
+    """
+    rule, name = optimizer.rule, type(optimizer).__name__
+    wrong = f"Nothing was loaded: load the state_dict() of {name}"
+    others_read, others_keep = _names_of_others(rule)
+    reads = {*rule.hyper, *rule.flags} & optimizer.param_groups[0].keys()
+    for index, group in enumerate(state_dict["param_groups"]):
+        lacking = sorted(reads - group.keys())
+        # torch adds flags that checkpoints of older versions lack.
+        if not set(rule.hyper).isdisjoint(lacking) or (lacking and others_read & group.keys()):
+            raise ValueError(
+                f"param group {index} of the state to be loaded has no {lacking[0]!r}, which "
+                f"{name} reads, but {sorted(group.keys() - {'params'})}, as another optimizer "
+                f"has. {wrong}"
+            )
+    keys = {key for group in state_dict["param_groups"] for key in group["params"]}
+    for key, state in state_dict["state"].items():
+        if key not in keys or not isinstance(state, Mapping):  # users keep entries of their own
+            continue
+        if others := sorted(others_keep & state.keys()):
+            raise ValueError(
+                f"the state to be loaded has {others[0]!r} of parameter {key}, which another "
+                f"optimizer has; {name} has {[part.name for part in rule.state]}. {wrong}"
+            )
+        counts = any(part.name == "step" for part in rule.scalar_state)
+        if counts and "step" not in state and any(part.name in state for part in rule.state):
+            raise ValueError(
+                f"the state to be loaded has no 'step', the count of steps, of parameter {key}, "
+                f"but {sorted(state)}. {wrong}"
+            )
+
+
+def _names_of_others(rule: Rule) -> tuple[set[str], set[str]]:
+    """What other built-in rules read from param groups, and their states: what ``rule`` has not."""
+    every = [other for other in vars(rules).values() if isinstance(other, Rule)]
+    read = {name for other in every for name in (*other.hyper, *other.flags)}
+    states = {part.name for other in every for part in (*other.state, *other.scalar_state)}
+    own_states = {"step", *(part.name for part in (*rule.state, *rule.scalar_state))}
+    return read - {*rule.hyper, *rule.flags}, states - own_states
+
+
+def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
+    """Raise for an entry of ``state`` of parameter ``key`` that is of the wrong kind.
+
+    Raises:
+        TypeError: it is neither a tensor nor a number.
+        ValueError: it is a count that no step makes, or has no values.
+    """
+    rule = optimizer.rule
+    coded = {codes_key(name) for name in (MASTER, *(part.name for part in rule.state))}
+    scales = {scale_key(part.name) for part in rule.state}
+    scalars = {KEYS, *(part.name for part in rule.scalar_state)}
+    names = {MASTER, *(part.name for part in rule.state), *coded, *scales, *scalars}
+    for name in names.intersection(state):
+        value, wrong = state[name], None
+        if not isinstance(value, Tensor | numbers.Real | None) or (value is None and name in coded):
+            wrong = TypeError, "must be a tensor" + " or a number" * (name in scalars)
+        elif isinstance(value, Tensor) and value.is_meta and not _is_on_meta(optimizer):
+            wrong = ValueError, "has no values: load it onto a device"
+        elif name in ("step", KEYS) and not _is_count(value):
+            wrong = ValueError, "must be a whole number, 0 or more"
+        if wrong is not None:
+            error, what = wrong
+            raise error(
+                f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
+                f"{name!r} of parameter {key}, which {what}. Nothing was loaded: fix the entry in "
+                "state_dict['state']"
+            )
+
+
+def _is_on_meta(optimizer: Any) -> bool:
+    """Whether a parameter of ``optimizer`` is on the meta device."""
+    return any(param.is_meta for param in gradients.params_of(optimizer.param_groups))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether ``value`` may be a count: not if the host knows a number that is none."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() != 1:
+            return True
+        value = value.item()
+    return value is None or (value >= 0 and value % 1 == 0)
 
 
 def _check_codes_are_there(rule: Rule, key: Any, state: Any) -> None:

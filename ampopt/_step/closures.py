@@ -33,6 +33,8 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
     """Call ``closure`` with gradients enabled, as torch's optimizers do; ``None`` without one."""
     if closure is None:
         return None
+    if not callable(closure):
+        raise TypeError(f"a closure is a function that evaluates the loss, got {closure!r}")
     with torch.enable_grad():
         return closure()
 

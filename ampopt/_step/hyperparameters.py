@@ -1,5 +1,6 @@
 """The flags and hyperparameters that a rule reads from param groups, and their types."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,15 @@ from ampopt._step.masters import needs_master
 from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.rule import Kind, Rule
 
-__all__ = ["Hyper", "Variant", "Variants", "check_numbers", "forms_of", "kind_of"]
+__all__ = [
+    "Hyper",
+    "Variant",
+    "Variants",
+    "check_like",
+    "check_numbers",
+    "forms_of",
+    "kind_of",
+]
 
 Hyper = list[list[Any]]
 """The hyperparameters of each variant, as ``Rule.hyper_values`` returns them."""
@@ -138,6 +147,33 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
         if several:
             allowed_values = f"a tuple of {len(like)}, each {allowed_values}"
         raise wrong(f"{name} must be {allowed_values}, got {value!r}")
+
+
+def check_like(name: str, value: Any, like: Any) -> None:
+    """Raise unless ``value`` is what the valid hyperparameter ``like`` is: a flag or numbers.
+
+    Whatever else ``like`` is, such as ``None`` or a string, says nothing of other values.
+
+    Args:
+        name: the name of the hyperparameter for messages.
+        value: the value to check. Reads a tensor on the CPU only.
+        like: a valid value, such as the default.
+
+    Raises:
+        TypeError: ``value`` has another type; for a flag, it is neither a bool nor 0 or 1.
+        ValueError: ``value`` is NaN, or a tuple of another length.
+    """
+    if isinstance(like, bool):
+        if isinstance(value, (str, Tensor)) or not any(value is x or value == x for x in (0, 1)):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+        return
+    numbers = like if isinstance(like, tuple) else (like,)
+    if not all(map(_is_number, numbers)):
+        return
+    check_numbers(name, value, like)
+    for x in value if isinstance(value, (tuple, list)) else (value,):
+        if not (isinstance(x, Tensor) and x.device.type != "cpu") and math.isnan(x):
+            raise ValueError(f"{name} is nan in {value!r}: pass a number")
 
 
 def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:

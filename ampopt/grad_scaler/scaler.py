@@ -16,6 +16,7 @@ from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import scheduled
 from ampopt.grad_scaler.closures import evaluation, refusal, split
 from ampopt.grad_scaler.other_optimizers import Record
+from ampopt.loss_scale.arguments import check_device_type
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
@@ -96,6 +97,7 @@ class GradScaler(scheduled.ScheduledScaler):
                 ``loss_scale``; or ``process_group`` does not contain this rank.
         """
         check_process_group(process_group)
+        check_device_type("device", device)
         schedule = (init_scale, growth_factor, backoff_factor, growth_interval)
         if enabled and loss_scale is None:
             loss_scale = DynamicLossScale(

@@ -24,6 +24,7 @@ __all__ = [
     "as_loss_scale",
     "check_bool",
     "check_count",
+    "check_device_type",
     "check_flag",
     "check_max_norm",
     "check_number",
@@ -58,6 +59,20 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def check_device_type(name: str, value: Any) -> None:
+    """Raise unless ``value`` names a type of device, or is a ``torch.device``.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: the value to check.
+
+    Raises:
+        TypeError: ``value`` is neither.
+    """
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f'{name} must be the type of a device, such as "cuda", got {value!r}')
 
 
 def check_number(name: str, value: Any) -> float:

@@ -93,6 +93,8 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             "maximize": maximize,
             "train_mode": True,
         }
+        if warmup_steps % 1:
+            raise ValueError(f"warmup_steps must be a whole number, got {warmup_steps!r}")
         super().__init__(params, defaults, **options)
 
     def train(self) -> None:

@@ -18,6 +18,7 @@ from ampopt._step.torch_private import (
     operators_named,
     schema_of,
 )
+from ampopt.loss_scale.arguments import check_device_type
 from ampopt.precision.cast import as_tuple
 from ampopt.precision.presets import PADDLE_NAMES
 
@@ -88,10 +89,11 @@ class autocast:
             cache_enabled: whether casts of weights are cached, as for ``torch.autocast``.
 
         Raises:
-            TypeError: a list is not a collection of names.
+            TypeError: ``device_type`` is not a string, or a list not a collection of names.
             ValueError: a name is in both lists, is not that of an operator, or is that of an
                 operator that writes to its arguments.
         """
+        check_device_type("device_type", device_type)
         allow, deny = as_tuple("allow", allow), as_tuple("deny", deny)
         check_names(allow, deny)
         low = dict.fromkeys(_spellings(allow), True) | dict.fromkeys(_spellings(deny), False)

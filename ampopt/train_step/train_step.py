@@ -211,6 +211,7 @@ class TrainStep:
             cuda_graphs.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._loss_fn, self._scale = loss_fn, as_scale(scale)
+        _check_steps_model(model, optimizer)
         self._precision, self._micro_batches, self._max_norm = precision, micro_batches, max_norm
         self._batches_per_step, self._averages = batches_per_step, reduction == "mean"
         self._on_gradients, self._on_overflow = on_gradients, on_overflow
@@ -443,3 +444,17 @@ class TrainStep:
                 "would share; call the step outside of it, and use its argument autocast="
             )
         return self._captured_steps
+
+
+def _check_steps_model(model: Any, optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if ``optimizer`` has no parameter of ``model``, a module with some."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, _ in model.named_parameters()]
+    if names and own.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"the optimizer steps none of the model's parameters ({', '.join(names[:3])}, ...), so "
+            "the model would never change: make the optimizer of model.parameters(), after the "
+            "model was moved, cast or wrapped"
+        )

@@ -192,7 +192,7 @@ def judged_by_loss(form: str) -> list[Any]:
     group = {"params": [("weight", param)], "replicated": True}
     optimizer: Any = ampopt.SGD([group], lr=0.5, **options)
     watch = ampopt.Watch(optimizer)
-    handle = ampopt.skip_when(optimizer, loss=3.0, loss_deviations=50.0, warmup=0)
+    handle = ampopt.skip_when(optimizer, loss=3.0, loss_deviations=50.0, warmup=2)
     step = ampopt.TrainStep(
         lambda x: (param.sum() * 0.0 + 1.0) * x.mean(),
         lambda loss: loss,

@@ -1,5 +1,6 @@
 """Invalid arguments raise an error with the value and the fix, and change nothing."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -496,3 +497,128 @@ def test_fused_with_parameters_that_torch_refuses_is_its_error(cls, made):
     assert torchs.startswith("`fused=True` requires")
     assert error(cls, lambda optimizer: optimizer.step()) == torchs
     assert error(cls, lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0)) == torchs
+
+
+# --- arguments that torch takes silently, or refuses without naming them --------------------------
+
+NAN = float("nan")
+
+
+def _other_model_and_optimizer():
+    return torch.nn.Linear(2, 2), lambda y: y, ampopt.AdamW([torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda p: ampopt.SGD(p, lr=NAN), ValueError, "lr is nan"),
+        (lambda p: ampopt.SGD(p, weight_decay=NAN), ValueError, "weight_decay is nan"),
+        (lambda p: ampopt.SGD(p, lr=torch.tensor(NAN)), ValueError, "lr is nan"),
+        (lambda p: ampopt.SGD([{"params": p, "lr": NAN}]), ValueError, "lr is nan"),
+        (lambda p: ampopt.Adam(p, amsgrad="no"), TypeError, "amsgrad must be True or False"),
+        (lambda p: ampopt.Adam(p, maximize=2), TypeError, "maximize must be True or False, got 2"),
+        (lambda p: ampopt.Adam(p, betas=(0.9,)), ValueError, "betas must be a tuple of 2"),
+        (lambda p: ampopt.AdamW(p, betas=3), TypeError, "betas must be a tuple of 2"),
+        (lambda p: ampopt.AdamW(p, lr="1"), TypeError, "lr must be a number"),
+        (lambda p: ampopt.AdamW([{"lr": 1.0}]), ValueError, "has only .'lr'.*add \"params\""),
+        (lambda p: ampopt.AdamW(p).step(5), TypeError, "a closure is a function.* got 5"),
+        (lambda p: ampopt.ScheduleFreeAdamW(p, warmup_steps=1.5), ValueError, "a whole number"),
+        (lambda p: ampopt.autocast(3), TypeError, "device_type must be .* got 3"),
+        (lambda p: ampopt.GradScaler(3), TypeError, "device must be .* got 3"),
+        (
+            lambda p: ampopt.skip_when(ampopt.SGD(p), norm_deviations=1.0, warmup=1),
+            ValueError,
+            "warmup must be from 2 to",
+        ),
+        (
+            lambda p: ampopt.TrainStep(*_other_model_and_optimizer(), scale=1.0),
+            ValueError,
+            "steps none of the model's parameters .weight, bias",
+        ),
+    ],
+)
+def test_an_argument_without_a_meaning_is_refused_by_name(make: Any, error, message):
+    with pytest.raises(error, match=message):
+        make([torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (ampopt.Adam, {"lr": torch.tensor(0.1), "amsgrad": np.bool_(True), "maximize": 1}),
+        (ampopt.AdamW, {"lr": np.float32(0.1), "betas": [0.9, 0.99], "weight_decay": 0}),
+        (ampopt.SGD, {"lr": 1, "momentum": 0.5, "nesterov": True}),
+        (ampopt.Adafactor, {"eps": (None, 1e-3)}),
+        (ampopt.AdamW, {"foreach": True, "fused": None}),
+    ],
+)
+def test_what_torch_takes_and_means_something_is_taken(cls, options):
+    param = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = cls([param], **options)
+    param.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert param.detach().any()
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def _saved(cls: Any) -> dict[str, Any]:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = cls([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def _refused(state_dict: dict[str, Any], error: Any, message: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = ampopt.AdamW([param], lr=0.5)
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(state_dict)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (ampopt.Adamax, "'exp_inf' of parameter 0, which another optimizer has; AdamW has"),
+        (torch.optim.NAdam, "has no 'amsgrad', which AdamW reads"),
+        (ampopt.LAMB, "has no 'amsgrad', which AdamW reads, but .*'bias_correction'"),
+        (torch.optim.SGD, "has no 'amsgrad', which AdamW reads, but .*'momentum'"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_when_it_is_loaded(cls, message):
+    _refused(_saved(cls), ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("exp_avg_codes", None, TypeError, "has None, .*'exp_avg_codes' of .* must be a tensor"),
+        ("step", -1.0, ValueError, "has -1.0, .*'step' of .* must be a whole number, 0 or more"),
+        ("step", torch.tensor(NAN), ValueError, "'step' of .* must be a whole number"),
+        ("rounding_key", NAN, ValueError, "'rounding_key' of .* must be a whole number"),
+        ("exp_avg", [0.0, 1.0], TypeError, "of type list, for 'exp_avg' of .* must be a tensor"),
+        ("exp_avg", torch.zeros(3, device="meta"), ValueError, "has no values: load it onto"),
+    ],
+)
+def test_an_entry_of_the_wrong_kind_is_refused_when_it_is_loaded(name, value, error, message):
+    saved = _saved(ampopt.AdamW)
+    saved["state"][0][name] = value
+    _refused(saved, error, message + ".*Nothing was loaded")
+
+
+def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded():
+    saved = _saved(ampopt.AdamW)
+    del saved["state"][0]["step"]
+    _refused(saved, ValueError, "has no 'step', the count of steps, of parameter 0")
+
+
+def test_flags_that_older_versions_of_torch_did_not_save_are_added():
+    saved = _saved(torch.optim.AdamW)
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay", "foreach", "fused"):
+        saved["param_groups"][0].pop(name, None)
+    optimizer = ampopt.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["amsgrad"] is False
