@@ -36,46 +36,30 @@ def _loaded(pointers, N: tl.constexpr, APART: tl.constexpr):
 
 
 @jit
-def _update_kernel(
+def _blocks_kernel(
     blocks,
     numbers,
-    RULE: tl.constexpr,
+    FUNCTION: tl.constexpr,
     FLAGS: tl.constexpr,
     DRAWS: tl.constexpr,
     N_STATES: tl.constexpr,
     N_H: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """A kernel that calls an ``update``."""
-    at = tl.arange(0, 128)
-    h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
-    p, g = _loaded(blocks + at, 2, 128)
-    if DRAWS:
-        param, state = RULE(p, g, state, h, FLAGS, (at.to(tl.int64), p))
-    else:
-        param, state = RULE(p, g, state, h, FLAGS)
-    new = (param,) + state
-    for i in tl.static_range(len(new)):
-        tl.store(blocks + i * 128 + at, rounded(new[i], DTYPE))
-
-
-@jit
-def _reduce_kernel(
-    blocks,
-    numbers,
-    RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    N_STATES: tl.constexpr,
-    N_H: tl.constexpr,
     N_TERMS: tl.constexpr,
 ):
-    """A kernel that calls a ``reduce`` or ``averages``."""
+    """A kernel that calls an ``update``, or with ``N_TERMS`` a ``reduce`` or ``averages``."""
     at = tl.arange(0, 128)
     h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
     p, g = _loaded(blocks + at, 2, 128)
-    terms = RULE(p, g, state, h, FLAGS)
-    for i in tl.static_range(N_TERMS):
-        tl.store(blocks + i * 128 + at, terms[i].to(tl.float32))
+    if N_TERMS > 0:
+        results = FUNCTION(p, g, state, h, FLAGS)
+    else:
+        if DRAWS:
+            param, state = FUNCTION(p, g, state, h, FLAGS, (at.to(tl.int64), p))
+        else:
+            param, state = FUNCTION(p, g, state, h, FLAGS)
+        results = (param,) + state
+    for i in tl.static_range(len(results)):
+        tl.store(blocks + i * 128 + at, rounded(results[i], tl.float32))
 
 
 @jit
@@ -256,26 +240,31 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
         "N_HYPER": n_hyper,
         "N_TERMS": widths.terms,
     }
-    update: dict[str, Any] = {
-        "RULE": compilable(rule.update),
-        "FLAGS": flags,
-        "DRAWS": rule.draws,
-        "N_STATES": len(rule.tensor_state_for(flags)),
-        "N_H": widths.update,
-        "DTYPE": tl.float32,
-    }
-    kernels = [
+    pointers = {"blocks": "*fp32", "numbers": "*fp32"}
+
+    def of_blocks(role: str, n_states: int, n_h: int, n_terms: int) -> tuple[Any, ...]:
+        function = compilable(getattr(rule, role))
+        names = ("FUNCTION", "FLAGS", "DRAWS", "N_STATES", "N_H", "N_TERMS")
+        values = (function, flags, role == "update" and rule.draws, n_states, n_h, n_terms)
+        return role, _blocks_kernel, pointers, dict(zip(names, values, strict=True))
+
+    n_states = len(rule.tensor_state_for(flags))
+    kernels: list[tuple[Any, ...]] = [
         ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
-        ("update", _update_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, update),
+        of_blocks("update", n_states, widths.update, 0),
     ]
     if rule.reduces:
         before = {**scalars, "SCALARS": scalars["BEFORE"], "ARGUMENTS": 3, "N_TERMS": 0}
-        reduce = {**update, "RULE": compilable(rule.reduce), "N_H": widths.reduce}
-        reduce.update(N_TERMS=widths.terms)
-        del reduce["DRAWS"], reduce["DTYPE"]
+        n_lines, n_elementwise = (
+            len(parts(flags)) for parts in (rule.row_column_states_for, rule.state_for)
+        )
+        averages = []
+        if n_lines:
+            averages = [of_blocks("averages", n_elementwise, widths.reduce, n_lines)]
         kernels = [
             ("before_reduce", _scalars_kernel, {"blocks": "*fp64"}, before),
-            ("reduce", _reduce_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, reduce),
+            *averages,
+            of_blocks("reduce", n_states, widths.reduce, widths.terms),
             *kernels,
         ]
     calls = [(role, getattr(rule, role), *rest) for role, *rest in kernels]

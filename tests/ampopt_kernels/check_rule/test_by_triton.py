@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support.refused_rules import assert_refused
+from support.refused_rules import assert_refused, optimizer_of
 from torch.nn import Parameter
 
 import ampopt
@@ -148,6 +148,35 @@ def test_what_triton_refuses_is_named_with_its_line_and_a_remedy(function, code,
     (line,) = (first + i for i, text in enumerate(lines) if "# here" in text)
     place = f"{__file__}:{line}, in {at_fault.fn.__name__}: "
     assert_refused(Rule(update=function, hyper=HYPER), ValueError, "update of", place, code, advice)
+
+
+@jit
+def averages_with_a_global_number(p, g, state, h, flags):
+    return (GAMMA * g * g,)  # here
+
+
+@jit
+def divides_by_rows(p, g, state, h, flags):
+    return p - h[0] * g * state[0], ()
+
+
+@needs_triton
+def test_what_triton_refuses_in_averages_is_named_too():
+    rule = Rule(
+        update=divides_by_rows,
+        averages=averages_with_a_global_number,
+        factors=lambda means, state, h, flags: (means, means),
+        hyper=HYPER,
+        state=(State("by_row", shape="rows"),),
+    )
+    param = Parameter(torch.ones(2, 3))
+    param.grad = torch.ones(2, 3)
+    optimizer = optimizer_of(rule)([param])
+    with pytest.raises(
+        ValueError, match=r"averages of Author's rule cannot be compiled for a GPU: .*`GAMMA`"
+    ):
+        optimizer.step()
+    assert not optimizer.state and param.eq(1).all()
 
 
 @needs_triton

@@ -65,7 +65,7 @@ def _scalars(s, h):
 def test_authors_divisions_and_roots_are_correctly_rounded_in_float32():
     rule = Rule(update=_rounds_everywhere, scalars=_scalars, hyper=("lr",))
     by_kernel = operations(rule, (), 1)
-    assert by_kernel["_update_kernel"] == {("tt.precise_divf", "f32"), ("tt.precise_sqrt", "f32")}
+    assert by_kernel["_blocks_kernel"] == {("tt.precise_divf", "f32"), ("tt.precise_sqrt", "f32")}
     assert by_kernel["_scalars_kernel"] == {("arith.divf", "f64"), ("math.sqrt", "f64")}
 
 
@@ -75,7 +75,7 @@ def test_a_function_of_another_module_that_is_called_sqrt_stays():
         return p - h[0] * sqrt_rn(g), state
 
     by_kernel = operations(Rule(update=update, hyper=("lr",)), (), 1)
-    assert by_kernel["_update_kernel"] == {("tt.precise_sqrt", "f32")}
+    assert by_kernel["_blocks_kernel"] == {("tt.precise_sqrt", "f32")}
 
 
 def test_compiled_code_is_kept_apart_from_that_of_an_older_version():
