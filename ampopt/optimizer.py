@@ -70,7 +70,8 @@ class Optimizer(torch.optim.Optimizer):
 
     To apply gradients that were repaired after an overflow, unscale with a scale that has
     ``drop_overflow_update=False``. A ``step()`` after ``accumulate`` skips if an accumulated
-    gradient overflowed.
+    gradient overflowed. An ordinary ``step(closure)`` cannot skip what its closure unscales: pass
+    such a closure to ``step_after_unscale``.
 
     An unscale also ends, without a step, when all its gradients have been cleared, as
     ``model.zero_grad()`` does, or when another control point finds that it had none, or that other
