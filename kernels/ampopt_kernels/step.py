@@ -43,6 +43,8 @@ class Backend(ABC):
     name: ClassVar[str]
     host_sees: bool = False
     """Whether tensors are on the host, so that reading one does not synchronize."""
+    works: bool = True
+    """Whether everything that :meth:`prepare` was called for could be compiled."""
 
     def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
         """Run the part of :meth:`reduce` and :meth:`update` that may fail, before any change.
@@ -238,8 +240,8 @@ def run(
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
-        # If something could not be compiled, "auto" has another backend now.
-        backends = [backend_for(work.device) for work in works]
+        if not all(backend.works for backend in backends):  # then "auto" has another one
+            backends = [backend_for(work.device) for work in works]
     first_request, partials = _on(first.device, request), None
     if reads:
         requests = [first_request] + [_on(work.device, request) for work in others]

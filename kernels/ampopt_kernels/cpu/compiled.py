@@ -42,13 +42,11 @@ class Compiled(Backend):
         """Compile what every step needs.
 
         Args:
-            falls_back: whether to warn if something cannot be compiled, and to set :attr:`works`;
-                else that is an error.
+            falls_back: whether to warn if something cannot be compiled, and set :attr:`works` to
+                false; else that is an error.
         """
         objects.loops.want()
         self._falls_back = falls_back
-        self.works = True
-        """Whether the compiler has done what was asked for."""
         self._try(GradientRows(torch.float32, torch.float32).compile)
 
     def prepare(self, work: Work, *, decides: bool) -> None:
