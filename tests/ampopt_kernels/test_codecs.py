@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_programs import Action, ParamSpec, Program
 
+import ampopt
 from ampopt_kernels import eager, rules
 from ampopt_kernels.codecs import (
     BFLOAT16,
@@ -24,6 +26,7 @@ from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, jit, tl
+from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.step import run
 from ampopt_kernels.work import ParamRow, Work
@@ -292,3 +295,22 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
     for ours, theirs, codec in zip(part.state, whole.state, codecs, strict=True):
         assert torch.equal(ours, theirs[256:])
         assert n_blocks(codec, n) == 2 + n_blocks(codec, n - 256)
+
+
+@pytest.mark.skipif(not cpp_compiler(), reason="there is no C++ compiler here")
+def test_blocks_of_32_and_256_elements_in_one_rule_have_the_eager_bits():
+    """Loops with arrays for the block of one codec alone would write past their ends."""
+    program = Program(
+        "TwoBlocks",
+        {},
+        {"state_bits": 8},
+        (ParamSpec((8193,), torch.float32, torch.float32),),
+        second_group=0,
+        any_size=False,
+        actions=(Action("step", seed=1), Action("step", seed=2)),
+    )
+    results = []
+    for backend in ("compiled", "eager"):
+        ampopt.set_backend(backend)
+        results.append(program.run())
+    assert results[0] == results[1]

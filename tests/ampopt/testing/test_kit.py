@@ -461,3 +461,38 @@ def test_warnings_of_torch_about_checkpoints_are_no_failure(monkeypatch):
     monkeypatch.setattr(torch, "load", warning)
     sparse = torch.eye(2).to_sparse()
     assert from_bytes(to_bytes([sparse]))[0].to_dense().equal(torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (ampopt.AdamW, {}),
+        (ampopt.AdamW, {"state_bits": 8}),
+        (ampopt.SGD, {"momentum": 0.9}),
+        (ampopt.Rprop, {}),
+        (ampopt.ScheduleFreeAdamW, {}),
+        (ampopt.AdamW, {"master_weights": True, "master_bits": 24}),
+    ],
+)
+def test_a_skipped_first_step_may_make_states_at_their_initial_values(cls, options):
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    params = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in (5, 8192)]
+    optimizer = cls(params, **options)
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    with assert_bitwise_unchanged(optimizer):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert all(map(optimizer.state.get, params))
+    with assert_bitwise_unchanged(optimizer):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+
+def test_a_new_state_that_is_not_at_its_initial_values_is_a_change():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = ampopt.AdamW([p], lr=0.0)  # the parameter stays as it is
+    p.grad = torch.ones(5)
+    with (
+        pytest.raises(AssertionError, match="changed what it must leave"),
+        assert_bitwise_unchanged(optimizer),
+    ):
+        optimizer.step()
