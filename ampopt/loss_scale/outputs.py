@@ -1,6 +1,8 @@
 """Multiply a loss by the loss scale, before the backward pass."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -12,29 +14,40 @@ from ampopt.loss_scale.scalings import note_scaling
 __all__ = ["check_scale_number", "scale_outputs"]
 
 _Outputs = TypeVar("_Outputs")
+_P = ParamSpec("_P")
 
 
-def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scales go by
+def _also_as_s(function: Callable[_P, _Outputs]) -> Callable[_P, _Outputs]:
+    """``function``, which also takes its argument ``scale`` under the former name ``S``."""
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _Outputs:
+        if "S" in kwargs and "scale" not in kwargs:
+            kwargs["scale"] = kwargs.pop("S")
+        return function(*args, **kwargs)
+
+    return called
+
+
+@_also_as_s
+def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
     """Multiply a loss, or every tensor of a nested structure, by the loss scale.
 
-    The product is float32 or wider, so scaling does not overflow the loss of a float16 model. The
-    gradient of the unscaled loss is ``S``: if the loss is a float16 tensor and ``S`` is above
-    65504, float16's largest number, that gradient is inf. Compute losses in float32, as autocast
-    does.
-
-    Does not synchronize. Gradients flow to ``outputs``, none to ``S``. A scale on another device is
-    copied to that of each output.
+    The product is float32 or wider, so that the loss of a float16 model does not overflow. Does not
+    synchronize.
 
     Example:
         >>> loss = torch.tensor([1.5], dtype=torch.float16)
         >>> scale_outputs({"loss": loss}, 2.0**16)
         {'loss': tensor([98304.])}
 
-    ``loss * scale`` is the same for one tensor and a :class:`~ampopt.LossScale`.
+    For one tensor and a :class:`~ampopt.LossScale`, ``loss * scale`` is the same. Pass the same
+    scale as ``grads_scaled_by`` to every optimizer that steps with the gradients: a gradient does
+    not show its scale. The first step without a scale after this call warns.
 
-    The gradients are ``S`` times those of the loss. Pass the same ``S`` as ``grads_scaled_by`` to
-    every optimizer that steps with them: nothing in a gradient shows its scale. The first step that
-    is told of no scale after this call warns.
+    The gradient of ``outputs`` is ``scale``. It is inf for a float16 loss and a scale above 65504,
+    float16's largest number: compute losses in float32, as autocast does. ``scale`` has no
+    gradient. It is copied to the device of each output.
 
     Differs from ``torch.amp.GradScaler.scale``, which keeps a float16 loss of shape ``(1,)`` in
     float16, where it overflows.
@@ -42,26 +55,26 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
     Args:
         outputs: a floating-point tensor, or nested lists, tuples, named tuples, dicts and other
             classes registered as pytrees of such tensors.
-        S: the loss scale: ``None`` for no scaling, a positive number, a floating-point tensor of
-            one element, or a :class:`~ampopt.LossScale`.
+        scale: ``None`` for no scaling, a positive number, a floating-point tensor of one element,
+            or a :class:`~ampopt.LossScale`.
 
     Returns:
-        The same structure of products: float64 for float64, else float32. For ``S=None``,
+        The same structure of products: float64 for float64, else float32. For ``scale=None``,
         ``outputs`` itself.
 
     Raises:
-        TypeError: ``outputs`` holds something other than floating-point tensors, or ``S`` is not
-            ``None``, a number, a tensor or a ``LossScale``.
-        ValueError: ``S`` is a tensor that is not one floating-point element, that is on meta while
-            an output is not, or that is a ``found_inf``; or a number that is not positive and in
-            float32's normal range.
+        TypeError: ``outputs`` holds something other than floating-point tensors, or ``scale`` is
+            not ``None``, a number, a tensor or a ``LossScale``.
+        ValueError: ``scale`` is a tensor that is not one floating-point element, that is on meta
+            while an output is not, or that is a ``found_inf``; or a number that is not positive and
+            in float32's normal range.
     """
-    if S is None:
+    if scale is None:
         return outputs
-    scale = _factor(S)
+    factor = _factor(scale)
 
     def scaled(output: Any) -> Any:
-        return note_scaling(product(output, scale), S)
+        return note_scaling(product(output, factor), scale)
 
     return scaled(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(scaled, outputs)
 
@@ -71,10 +84,10 @@ def _factor(scale: Any) -> float | Tensor:
     if isinstance(scale, LossScale):
         return scale.value
     if isinstance(scale, Tensor):
-        check_scale_tensor("S", scale)
+        check_scale_tensor("scale", scale)
         # 0-d, so that the shape of the outputs is not broadcast against that of the scale.
         return scale.detach().reshape(())
     try:
-        return check_scale_number(scale, "S")
+        return check_scale_number(scale, "scale")
     except TypeError:
-        raise no_scale("S", scale) from None
+        raise no_scale("scale", scale) from None

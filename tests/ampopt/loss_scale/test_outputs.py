@@ -1,3 +1,4 @@
+import inspect
 import math
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -152,7 +153,7 @@ def test_bad_outputs(bad, message):
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (0.0, ValueError, "S must be positive, finite.*got 0.0"),
+        (0.0, ValueError, "scale must be positive, finite.*got 0.0"),
         (-1, ValueError, "got -1"),
         (math.nan, ValueError, "nan"),
         (math.inf, ValueError, "inf"),
@@ -169,6 +170,16 @@ def test_bad_outputs(bad, message):
 def test_bad_scales(bad, error, message):
     with pytest.raises(error, match=message):
         scale_outputs(torch.ones(1), bad)
+
+
+def test_the_scale_may_be_passed_by_its_name_and_by_the_former_one():
+    assert list(inspect.signature(scale_outputs).parameters) == ["outputs", "scale"]
+    former: dict[str, Any] = {"S": 4.0}
+    assert torch.equal(scale_outputs(torch.ones(1), **former), torch.full((1,), 4.0))
+    assert torch.equal(scale_outputs(outputs=torch.ones(1), scale=4.0), torch.full((1,), 4.0))
+    for call in (lambda: scale_outputs(torch.ones(1), 2.0, **former), lambda: scale_outputs(1.0)):  # pyright: ignore[reportCallIssue]
+        with pytest.raises(TypeError):
+            call()
 
 
 # --- loss * scale ---------------------------------------------------------------------------------
