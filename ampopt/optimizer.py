@@ -32,7 +32,7 @@ _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with 
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with control points: methods that step under loss scaling.
 
-    A *control point* divides the gradients by the loss scale and checks them for inf and NaN
+    A *control point* divides the gradients by the loss scale ``S`` and checks them for inf and NaN
     (overflow)::
 
         unscale_and_step(grads_scaled_by=S)   unscale, then step; skip the step after an overflow
@@ -46,141 +46,35 @@ class Optimizer(torch.optim.Optimizer):
         ampopt.scale_outputs(loss_fn(model(x), y), scale).backward()
         _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-    **Results.** A control point that steps returns three values, ``StepResult(loss, found_inf,
-    scale)``, in which ``loss`` is ``None`` without a closure. ``unscale`` and ``accumulate`` return
-    two, ``Unscaled(found_inf, scale)``. Pass the returned scale to the next step. Pass the scale to
-    ``unscale_and_step`` by name: its first positional argument is the closure.
+    A step returns ``StepResult(loss, found_inf, scale)``, and ``unscale`` and ``accumulate`` return
+    ``Unscaled(found_inf, scale)``: pass the returned scale to the next step. A scale is a
+    :class:`ampopt.LossScale`, a number, a one-element tensor, or ``None``, which checks nothing. A
+    skipped step leaves parameters, states and random-number generators bitwise unchanged. Calls in
+    a wrong order raise a ``RuntimeError`` that names the call to make first.
 
-    **Your own optimizer.** Subclass this class like torch's, and write an ordinary ``step()``,
-    which need not know about scaling. If the update is elementwise, write it as a *rule*: functions
-    of parameter, gradient and states, which run on every backend, in a few launches for a whole
-    model and without synchronization. See :class:`ampopt.ElementwiseOptimizer`.
+    A step by a rule (:class:`ampopt.ElementwiseOptimizer`) never synchronizes, and an ordinary
+    ``step()`` does as ``skip_by`` says; a closure does once in each evaluation.
+    ``found_inf.item()`` and ``scale.item()`` wait for the device.
 
-    **States.** An optimizer is *pending* between ``unscale`` and the step that follows, else
-    *idle*::
+    Not detected, because a gradient does not show its scale: a step with another scale than the
+    loss was multiplied by, and two steps after one backward pass. The class is not thread-safe.
 
-        call                   before    after     effect
-        unscale(S)             idle      pending   p.grad is divided by S
-        step_after_unscale()   pending   idle      steps, or skips if unscale found an overflow
-        step()                 pending   idle      the same
-        step()                 idle      idle      torch's step: nothing is unscaled or checked
-        unscale_and_step(S)    idle      idle      steps or skips; p.grad may stay scaled
-        accumulate(S)          idle      idle      p.grad / S is added to sums, and p.grad cleared
-        zero_grad()            any       idle      discards the sums and the result of unscale
-
-    To apply gradients that were repaired after an overflow, unscale with a scale that has
-    ``drop_overflow_update=False``. A ``step()`` after ``accumulate`` skips if an accumulated
-    gradient overflowed. An ordinary ``step(closure)`` cannot skip what its closure unscales: pass
-    such a closure to ``step_after_unscale``.
-
-    An unscale also ends, without a step, when all its gradients have been cleared, as
-    ``model.zero_grad()`` does, or when another control point finds that it had none, or that other
-    gradients have replaced all of them, as a backward pass after ``model.zero_grad()`` does. It
-    does not end when gradients are set to zero in place (``set_to_none=False``), which could be an
-    edit. A step uses gradients that were replaced, as edited.
-
-    Other calls raise a ``RuntimeError`` that names the call to make first: while pending
-    ``unscale``, ``unscale_and_step`` and ``accumulate``, and ``step(closure)`` of an ordinary step;
-    while idle ``step_after_unscale()``; and while pending or after ``accumulate`` also
-    ``state_dict``, ``load_state_dict``, copying and pickling.
-
-    **A skipped step** leaves parameters, optimizer state and random-number generators bitwise
-    unchanged. Step hooks run nevertheless. What the forward pass wrote is not restored: after a
-    batch with an infinity, the running statistics of BatchNorm are NaN although the step was
-    skipped.
-
-    **The scale** is ``None`` (no scaling and no check: right for bfloat16), a number, a one-element
-    tensor, or a :class:`ampopt.LossScale`. A number stands for the nearest float32 number, which is
-    what :func:`ampopt.scale_outputs` multiplies by, and what a closure is passed: use these, or a
-    number that float32 represents exactly, if gradients are float64. The returned scale is
-
-    - ``None`` for ``None``;
-    - the next scale of a ``LossScale``, according to its schedule;
-    - a one-element tensor for a number or tensor: the same value, or after an overflow half of it,
-      but at least ``2**-126``. It never grows again. 1.0, which means no scaling, stays 1.0, except
-      in the replays of a closure.
-
-    Gradients are checked after unscaling, in float32 (float64 for float64 gradients).
-
-    **Synchronization.** When the host waits for the device::
-
-                                  on a CPU   on an accelerator,   on an accelerator,
-                                             by a rule            by an ordinary step()
-        unscale, accumulate       never      never                never
-        unscale_and_step          never      never                as skip_by says
-        step_after_unscale        never      never                as skip_by says
-        either with a closure     never      each evaluation      each evaluation
-        step                      never      never                where its code does, and
-                                                                  after unscale as skip_by says
-
-    An optimizer steps by a rule if it is an ``ElementwiseOptimizer`` whose subclass does not
-    override ``step()``, and its gradients are dense. ``found_inf`` and ``scale`` stay on the
-    device; ``found_inf.item()``, ``result.skipped`` and ``scale.item()`` wait for it.
-
-    **Mistakes that are not detected**, because a gradient does not show its scale:
-
-    - stepping with another scale than the loss was multiplied by: the update is too large or too
-      small. Stepping without a scale after :func:`ampopt.scale_outputs` warns, once;
-    - stepping twice after one backward pass: the same gradients are applied again, and where the
-      first call unscaled them in place, they are divided by the scale twice.
-
-    **torch.amp.GradScaler** works with this class. ``scaler.step(optimizer)`` passes the result of
-    its own check to the optimizer, which unscales the gradients, checks them again, and skips if
-    either check found inf or NaN. ``p.grad`` then holds unscaled gradients, as after a step of
-    torch's optimizers. After ``scaler.unscale_(optimizer)`` there is no second check, as in torch.
-    Two cases go wrong without an error, and :class:`ampopt.GradScaler` catches them: gradients that
-    overflow when they are divided by a scale below 1, and a parameter of two optimizers, which is
-    unscaled twice. A NaN that is written to a gradient after ``unscale_`` is applied under either
-    scaler. torch's scaler sets attributes on the object that is passed to ``scaler.step``. If that
-    is a wrapper that only forwards reading of attributes, pass the optimizer inside it, as for
-    torch's fused optimizers, or use :class:`ampopt.GradScaler`.
-
-    **Threads.** Like torch's optimizers, this class is not thread-safe: concurrent calls on one
-    optimizer lose steps or raise errors. Protect them by a lock.
+    See also :doc:`/guides/states_of_an_optimizer` (order of calls, ``p.grad`` after each),
+    :doc:`/guides/what_a_skip_undoes`, :doc:`/guides/what_waits`, :doc:`/guides/loss_scales`,
+    :doc:`/guides/grad_scaler`, :doc:`/guides/your_own_optimizer` (``skip_by``) and
+    :doc:`/guides/how_ranks_agree`.
 
     Attributes:
         grad_norm: the global 2-norm of the unscaled gradients, before clipping, in the last
             ``unscale_and_step`` with ``max_norm``: a 0-d tensor on the parameters' device, 0
             without gradients. ``None`` before the first such call.
-        skip_by: how an ordinary ``step()`` is skipped on an accelerator. Set it on the class, or on
-            an instance before its first step.
-
-            ``"auto"``: by ``"transaction"`` if the step allows it, else by ``"host"``. To find out,
-            the host reads the overflow flag before the first steps, and compares what they changed.
-            On a CPU, where reading the flag costs nothing, always by ``"host"``.
-
-            ``"host"``: the host reads the flag before each step, which synchronizes.
-
-            ``"transaction"``: the step runs, and is rolled back on the device if a gradient
-            overflowed. This costs a copy of all tensors that the step writes. Where a step changes
-            anything besides the contents of tensors on the device, such as Python attributes,
-            entries of the state, or tensors on the CPU, the host reads the flag after the step.
-            Functions that ``torch.compile`` has compiled run uncompiled within the step. Do not use
-            it for a step that writes tensors without torch's dispatcher, as custom kernels may, or
-            that reads out of bounds if a gradient is not finite.
-
-            ``"step"``: the step skips itself: it reads the flag from :attr:`found_inf`. For a step
-            that is your own kernel.
-        process_group: a ``torch.distributed.ProcessGroup`` of the ranks that hold parts of the
-            model. The overflow flag and the gradient norm are all-reduced over it, so that its
-            ranks skip together and clip by one norm. Set the attribute, or pass it to the
-            constructor.
-
-            All ranks of the group must make the same calls of control points, even if they have no
-            gradients; otherwise the all-reduce hangs.
-
-            Needed if the parameters of ranks differ and are ordinary tensors: stages of a pipeline,
-            experts, shards made by hand. Without it, each rank decides for itself, and ranks
-            diverge at the first overflow, without an error. Not needed for DDP (except with
-            closures), for ``DTensor`` parameters as of FSDP2 (the ranks of their meshes are used),
-            and for FSDP1 (the default group is used).
-
-            The gradients of each rank count towards the norm. ``replicated=True`` in a param group
-            says that all ranks hold copies of its parameters, which then count once;
-            ``replicated=[0, 2]`` says that ranks 0 and 2 do, this one among them.
-
-            Copies of the optimizer have the same group; pickling an optimizer with a group is an
-            error.
+        skip_by: how an ordinary ``step()`` is skipped on an accelerator: ``"host"``,
+            ``"transaction"``, ``"step"``, or ``"auto"``. Set it on the class, or before the first
+            step.
+        process_group: the ``torch.distributed.ProcessGroup`` of ranks that skip together and clip
+            by one norm, if they hold different ordinary tensors (pipelines, experts, shards made by
+            hand). All make the same calls. Without it they diverge at the first overflow, without
+            an error. DDP without closures, ``DTensor`` parameters and FSDP1 do not need it.
     """
 
     skip_by: str = "auto"
@@ -410,24 +304,10 @@ class Optimizer(torch.optim.Optimizer):
     def accumulate(self, grads_scaled_by: Any = None, *, drop: str = "window") -> Unscaled:
         """Divide the gradients by the scale, add them to float32 sums, and clear them.
 
-        Call it after each micro-batch but the last. The *accumulation cycle* ends with the next
-        control point that steps, or with a plain :meth:`step`: that call adds the gradients in
-        ``p.grad``, unscaled by the scale that it is passed, and steps with the sums, or skips after
-        an overflow. Does not synchronize.
-
-        Use it for losses with different scales, for micro-batches whose half-precision sum would be
-        too inexact, and to drop a micro-batch that overflowed. Otherwise let ``backward()`` add up
-        gradients under one scale.
-
-        The sums are float64 if gradients or parameters are; their memory is reused in the next
-        cycle. In a CUDA graph, capture whole cycles, and do not call ``accumulate`` for the last
-        micro-batch.
-
-        On several ranks, each call with a scale makes one all-reduce: ``found_inf`` and ``scale``
-        as returned are the same on all ranks, and all of them need to make the same calls, with
-        gradients or without. Under ``DistributedDataParallel``, do not use ``no_sync()``: gradients
-        of a backward pass within it are those of one rank, and their sums are never averaged. An
-        optimizer cannot detect this.
+        Use it for losses with different scales, for float32 sums of half-precision gradients, and
+        to drop a micro-batch that overflowed; otherwise let ``backward()`` add up gradients. Call
+        it after each micro-batch but the last. The control point or plain :meth:`step` that follows
+        adds ``p.grad`` to the sums, and steps with them or skips. Does not synchronize.
 
         Example, two losses, so that an overflow of one does not lower the scale of the other:
             >>> scale_outputs(loss_a, scale_a).backward()
@@ -435,27 +315,27 @@ class Optimizer(torch.optim.Optimizer):
             >>> scale_outputs(loss_b, scale_b).backward()
             >>> _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
 
+        On several ranks all make the same calls, with gradients or without. An optimizer cannot
+        detect ``no_sync()`` of ``DistributedDataParallel``, under which the sums are never
+        averaged: do not use it. See also :doc:`/guides/accumulation`.
+
         Args:
-            grads_scaled_by: the scale of the loss that the gradients come from. One ``LossScale``
-                may be passed to all calls of a cycle. With ``None`` the returned ``found_inf`` is
-                0; inf and NaN are still found at the step, if that or another call has a scale.
-            drop: what an overflow discards. ``"window"``: the whole cycle, whose step is skipped.
-                ``"micro_batch"``: the gradients of this call; the sum of the others is multiplied
-                by the number of calls, and divided by the number kept; calls in which no rank has a
-                gradient do not count. The scale is lowered nevertheless. The step is skipped if no
-                micro-batch is left, or if the sum overflows.
+            grads_scaled_by: the scale of the loss that the gradients come from. With ``None`` the
+                returned ``found_inf`` is 0; the step still finds inf and NaN, if any call has a
+                scale.
+            drop: what an overflow discards. ``"window"``: all sums, so that the step is skipped.
+                ``"micro_batch"``: the gradients of this call; the step is skipped if no micro-batch
+                is left or the sum overflows. The scale is lowered in both cases.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. Use
-            this scale if each micro-batch or loss updates a scale of its own, as in the example. If
-            one scale serves the whole cycle, ignore it, and use the scale that the step returns.
+            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. Ignore
+            this scale if one scale serves all calls: the step returns the next one.
 
         Raises:
             RuntimeError: an unscale is pending; an earlier step has used the scale; the step cannot
-                use these gradients; ranks pass different scales or ``drop``, as for
-                :meth:`unscale_and_step`, which discards the sums.
-            ValueError: as for :meth:`unscale`; or ``drop`` is unknown, or differs from that of the
-                calls before.
+                use these gradients; ranks disagree, which discards the sums.
+            ValueError: as for :meth:`unscale`; ``drop`` is unknown, or not that of the calls
+                before.
             TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
         """
         ours = self._ampopt
@@ -522,45 +402,28 @@ class Optimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if a gradient is not finite.
 
-        An optimizer that steps by a rule leaves ``p.grad`` scaled and unclipped. To log the norm,
-        read :attr:`grad_norm`, with ``max_norm=float("inf")`` if nothing is to be clipped; to read
-        single gradients, call :meth:`unscale` and :meth:`step_after_unscale`.
-
-        After ``unscale_`` of a scaler call ``scaler.step(optimizer)`` instead, which does not
-        unscale again. After that of :class:`ampopt.GradScaler` this method is an error. After that
-        of torch's scaler it divides the gradients a second time, because an optimizer cannot detect
-        that they are unscaled.
+        Synchronizes with a closure, and as an ordinary ``step()`` does (:attr:`skip_by`). A rule
+        leaves ``p.grad`` scaled and unclipped: to read gradients, call :meth:`unscale`. See also
+        :doc:`/guides/states_of_an_optimizer` and :doc:`/guides/closures`.
 
         Args:
-            closure: ``closure(scale) -> loss``: zeroes the gradients, runs the model, calls
-                ``scale_outputs(loss, scale).backward()`` and returns the unscaled loss. If the
-                gradients overflow, it is called again with the next, smaller scale, up to
-                ``max_replays`` times for each evaluation that the optimizer requests. An overflow
-                is retried, and no step skipped.
-            grads_scaled_by: the scale of the loss; with a closure, the first one to try. ``None``
-                checks nothing: the call does what ``step()`` does. Pass it by name.
-            max_norm: the global 2-norm to clip the unscaled gradients to, as
-                ``torch.nn.utils.clip_grad_norm_`` does; ``inf`` only measures. See
-                :attr:`grad_norm`.
-            max_replays: how many times an evaluation is repeated before the call fails.
-            preserve_rng: whether each replay starts from the random state of the first attempt
-                (that of torch's generators of the CPU and of the parameters' CUDA devices). If all
-                replays overflow, the state from before the call is restored.
-            loss: without a closure, the unscaled loss, a number or a tensor of one element, which
-                :class:`ampopt.skip_when` compares with earlier ones, and :class:`ampopt.Watch`
-                records. Ranks should pass their mean.
+            closure: ``closure(scale) -> loss``: zeroes the gradients, calls
+                ``scale_outputs(loss, scale).backward()``, returns the unscaled loss. After an
+                overflow it is called again with a smaller scale; no step is skipped.
+            grads_scaled_by: the scale of the loss; with a closure, the first to try. ``None`` steps
+                unchecked. Pass it by name.
+            max_norm: the global 2-norm to clip to; ``inf`` only measures :attr:`grad_norm`.
+            max_replays: how often each evaluation of a closure is repeated before the call fails.
+            preserve_rng: whether replays start from the random state of the first attempt.
+            loss: without a closure, the unscaled loss (one element; on several ranks, their mean),
+                for :class:`ampopt.skip_when` and :class:`ampopt.Watch`.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
 
         Raises:
             NonFiniteGradientError: the loss of a closure is not finite, or all replays overflowed.
-                Parameters and state are as before the call.
-            RuntimeError: an unscale is pending; an earlier step has used the scale; ranks of one
-                process group make different calls (another method, scale, ``max_norm``,
-                ``skip_when``, class, set of parameters, or options of parameters that all ranks
-                have), or one has left out a call. All of these ranks raise it: at once if tensors
-                are on the CPU, else up to 20 steps later, without waiting.
+            RuntimeError: an unscale is pending; an earlier step has used the scale; ranks disagree.
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """

@@ -30,38 +30,27 @@ def unscale_and_step(
 ) -> StepResult:
     """Unscale the gradients of several optimizers and step all of them, or skip all.
 
-    The effect is that of one optimizer with all their param groups: one overflow flag over all
-    gradients, one norm to clip by, and one next scale, whose counters advance once. If each
-    optimizer may skip for itself, call their own ``unscale_and_step``, and
-    :func:`ampopt.next_scale` on the scales that they return.
+    The effect is that of one optimizer with all their param groups: one overflow flag, one norm to
+    clip by, and one next scale. If each optimizer may skip for itself, call their own
+    ``unscale_and_step``, and :func:`ampopt.next_scale` on the scales that they return.
 
-    Rule-based optimizers do not synchronize, and leave ``p.grad`` as it was. For those with an
-    ordinary ``step()``, see ``skip_by`` of :class:`ampopt.Optimizer`. For an optimizer without
-    gradients only its step hooks run, with the common flag as ``found_inf``.
-
-    Sums of :meth:`ampopt.Optimizer.accumulate` are used, together with what is in ``p.grad``: an
-    overflow in any of them skips all steps and lowers the scale. With ``drop="micro_batch"`` each
-    optimizer has dropped its own overflowed micro-batches, and all skip if one of them has none
-    left.
+    Rules do not synchronize, and leave ``p.grad`` as it was; ordinary steps wait as ``skip_by`` of
+    :class:`ampopt.Optimizer` says. Of an optimizer without gradients, only step hooks run. See also
+    :doc:`/guides/clipping`, and :doc:`/guides/accumulation` for sums of several optimizers.
 
     Example:
-        >>> for batch in batches:
-        ...     for optimizer in (generator, discriminator):
-        ...         optimizer.zero_grad()
-        ...     scale_outputs(loss_of(batch), scale).backward()
-        ...     _, found_inf, scale = ampopt.unscale_and_step(
-        ...         [generator, discriminator], grads_scaled_by=scale, max_norm=1.0
-        ...     )
+        >>> scale_outputs(loss, scale).backward()
+        >>> _, found_inf, scale = ampopt.unscale_and_step(
+        ...     [generator, discriminator], grads_scaled_by=scale, max_norm=1.0
+        ... )
 
     Args:
         optimizers: one or more ampopt optimizers, on any devices, without a common parameter.
-        grads_scaled_by: the scale of the loss that all gradients come from, as for
-            :meth:`ampopt.Optimizer.unscale_and_step`. It must be on the device of the first
-            optimizer that has gradients.
-        max_norm: the 2-norm to clip all unscaled gradients to, together. The ``grad_norm`` of each
-            optimizer is then that of all.
-        process_group: the ranks over which flag and norm are all-reduced; see
-            :class:`ampopt.Optimizer`. ``None`` for the process group of the optimizers.
+        grads_scaled_by: the scale of the loss that all gradients come from, on the device of the
+            first optimizer that has gradients.
+        max_norm: the 2-norm to clip all gradients to, together; ``grad_norm`` is then that of all.
+        process_group: the ranks over which flag and norm are all-reduced. ``None`` for the process
+            group of the optimizers.
 
     Returns:
         ``StepResult(None, found_inf, scale)``; ``found_inf`` is on the device of the scale.
@@ -70,13 +59,11 @@ def unscale_and_step(
         RuntimeError: an unscale is pending on an optimizer; an optimizer has already stepped with
             the scale; an optimizer cannot use its gradients.
         TypeError: an element of ``optimizers`` is not an ampopt optimizer, needs a closure, or
-            defines its own ``unscale_and_step``; ``grads_scaled_by`` is not a scale;
-            ``process_group`` is not a process group.
+            defines its own ``unscale_and_step``; an argument is of the wrong type.
         ValueError: ``optimizers`` is empty; an optimizer or a parameter occurs twice; an argument
-            is out of range; the optimizers have different process groups, or one without this rank.
+            is out of range; the process groups differ, or one is without this rank.
 
-    Nothing has changed when one of these is raised. If a step or a step hook raises an error, the
-    optimizers before it have already stepped.
+    An error changes nothing, except one of a step or hook: optimizers before it have stepped.
     """
     optimizers = _checked_optimizers(optimizers)
     check_max_norm(max_norm)

@@ -53,8 +53,13 @@ class Collapse:
 class DynamicLossScale(LossScale):
     """A scale that falls after overflows and grows after a run of finite steps.
 
-    With the defaults it follows the schedule of ``torch.amp.GradScaler``. One step does this,
-    computed in float64 and stored as float32::
+    With the defaults it follows the schedule of ``torch.amp.GradScaler``::
+
+        scale = ampopt.DynamicLossScale()
+        scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+
+    One step does this, computed in float64 and stored as float32::
 
         if found_inf > 0:
             growth, budget = 0, budget - 1
@@ -68,32 +73,18 @@ class DynamicLossScale(LossScale):
                 value = min(value * growth_factor, max_scale), unless float32 cannot hold it
                 growth, budget = 0, hysteresis
 
-    ``value`` is the scale. ``growth`` counts the finite steps since the last change or overflow
-    (torch's ``_growth_tracker``), and ``budget`` the overflows left before the scale falls (the
-    hysteresis counter of Megatron and DeepSpeed). ``growth`` and ``budget`` are also keys of
-    :meth:`state_dict`. ``growth_offsets`` changes the number that ``growth`` is compared with.
+    ``value`` is the scale, ``growth`` counts finite steps since the last change or overflow, and
+    ``budget`` the overflows left before the scale falls. ``growth_offsets`` changes the number that
+    ``growth`` is compared with. :meth:`like` has the settings of other systems. To continue a run,
+    call ``scale.load_state_dict(scaler.state_dict())`` of its ``torch.amp.GradScaler``.
 
     Differs from torch: the scale never falls below ``min_scale``, by default ``2**-126``, because
     the reciprocal of a smaller number overflows float32. torch's scaler falls to 0, and stays
     there.
 
-    **Warning.** A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once: a run
-    that overflows in every step does not train, and under such a scale float16 gradients are 0. The
-    scale recovers slowly, by ``growth_factor`` every ``growth_interval`` steps. On the CPU the step
-    itself warns. On an accelerator the warning comes from the next call that synchronizes anyway:
-    :meth:`item`, :meth:`state_dict` or :attr:`ampopt.StepResult.skipped`.
-
-    To continue a run that used ``torch.amp.GradScaler``, call
-    ``scale.load_state_dict(scaler.state_dict())``. ``scaler.scale(loss)`` becomes
-    :func:`ampopt.scale_outputs`, and ``scaler.step`` with ``scaler.update`` becomes
-    ``optimizer.unscale_and_step``.
-
-    Example:
-        >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
-        >>> scale.next(found_inf=1.0).item()
-        4.0
-        >>> scale.next(0.0).next(0.0).item()
-        16.0
+    A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once: in the step on a CPU,
+    in the next call that synchronizes on an accelerator. See also :doc:`/guides/loss_scales`, and
+    :doc:`/guides/watching` for a scale that falls and falls.
     """
 
     _schedule: Schedule
