@@ -31,48 +31,27 @@ def averaged(
 ) -> "SkipAwareAverage":
     """Average a model's parameters over the steps that were not skipped.
 
-    The result is a ``torch.optim.swa_utils.AveragedModel``: a copy of the model to evaluate, to
-    save, and to pass to ``update_bn``. Unlike torch's, its ``update_parameters(model)`` is a no-op
-    if the last step of the optimizer was skipped::
+    The result is a ``torch.optim.swa_utils.AveragedModel``, except that
+    ``update_parameters(model)`` is a no-op if the last step of the optimizer was skipped::
 
         average = ampopt.averaged(model, optimizer, decay=0.999)
-        for batch in batches:
-            optimizer.zero_grad()
-            scale_outputs(loss_of(batch), scale).backward()
-            _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
-            average.update_parameters(model)
-
-    After a skipped step, averages, buffers and ``n_averaged`` stay bitwise the same. After other
-    steps the averages are torch's: bitwise with a ``decay``, within rounding without. That holds
-    for steps of a control point, ``TrainStep``, a GradScaler, and for a plain ``step()``.
-
-    Only the last step matters. Two calls after a step that was not skipped count the parameters
-    twice, as torch's do. A call every n steps is a no-op if the last of the n was skipped. A call
-    before the first step counts the initial parameters. A ``copy.deepcopy`` of the average uses the
-    same optimizer. State dicts are interchangeable with those of torch's ``AveragedModel``.
-
-    Does not synchronize if model and average are on one device; torch's does, twice.
-
-    **Several ranks.** A model cannot be copied after ``fully_shard``. Copy it before, pass the copy
-    to this function, and shard the average like the model::
-
-        whole = copy.deepcopy(model)
-        fully_shard(model)
-        optimizer = ampopt.AdamW(model.parameters())
-        average = ampopt.averaged(whole, optimizer, decay=0.999)
-        fully_shard(average.module)
-        ...
+        ...  # in each step, after the optimizer's:
         average.update_parameters(model)
 
-    Each rank then averages its shards, without a collective.
+    A skipped step leaves averages, buffers and ``n_averaged`` bitwise the same. Other steps, of any
+    kind, average as torch does: bitwise with a ``decay``, within rounding without. Does not
+    synchronize if model and average are on one device; torch's does, twice. State dicts are
+    torch's.
+
+    Only the last step counts: two calls after one step count the parameters twice, and a call every
+    n steps is a no-op if the last of the n was skipped. See also :doc:`/guides/whole_loop`, and
+    :doc:`/guides/many_ranks` for a model under ``fully_shard``, which cannot be copied.
 
     Args:
         model: the model to copy and to average.
-        optimizer: the optimizer of the model's parameters; or several, in which case
-            ``update_parameters`` is a no-op only if each optimizer that has stepped skipped its
-            last step.
-        decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean
-            of the parameters after each step, as in stochastic weight averaging.
+        optimizer: the optimizer of the parameters; or several, in which case the call is a no-op
+            only if each optimizer that has stepped skipped its last step.
+        decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean.
         device: the device of the average; ``None`` for that of the model.
         avg_fn: ``avg_fn(averaged, value, n_averaged)`` returns the new average of one parameter, in
             place of ``decay``. Unlike torch's, it is called for the first step and for skipped

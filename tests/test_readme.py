@@ -58,6 +58,7 @@ PRINTED = {
         "  2 parameters (weight, bias): by the rule, on the eager backend until it is compiled",
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
+    "A backward pass of your own": ["False"],
     "Sharpness-aware minimization in two calls": ["True True"],
     "Keeping a scaler": ["True", "False True"],
     "Several optimizers": ["True 32768.0", "False 32768.0"],

@@ -38,6 +38,12 @@ __all__ = ["TrainStep"]
 class TrainStep:
     """A whole training step in one object: call it with a batch.
 
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = ampopt.AdamW(model.parameters())
+        >>> step = TrainStep(model, torch.nn.MSELoss(), optimizer, ampopt.DynamicLossScale())
+        >>> loss, found_inf, scale = step(torch.ones(8, 4), torch.ones(8, 1))
+
     A call ``step(inputs, *targets)`` does what this loop does, with bitwise the same results::
 
         optimizer.zero_grad()
@@ -48,64 +54,21 @@ class TrainStep:
         result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
         scale = result.scale
 
-    Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``. A
-    batch may be a nested structure. Its tensors are copied to the device of the optimizer's
-    parameters, on CUDA and XPU without synchronization, and faster from pinned memory.
+    Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``.
+    Tensors of a batch are copied to the device of the parameters, on CUDA and XPU without
+    synchronization. ``loss_fn`` returns the *mean* over its micro-batch. With
+    ``batches_per_step=n`` or ``on_overflow="next_batch"``, call ``step(iterator)`` with an iterator
+    of batches ``(inputs, *targets)``.
 
-    With ``micro_batches=n``, the tensors are divided along their first dimension into ``n`` parts
-    of equal size. 0-d tensors and other objects are passed to every micro-batch. ``loss_fn`` must
-    return the *mean* over its micro-batch, because the losses are divided by ``n`` and added.
+    A subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which are called
+    in this order.
 
-    With ``batches_per_step=n``, micro-batches come one by one: call ``step(iterator)`` with an
-    iterator of batches, such as ``iter(loader)``, each a tuple or list ``(inputs, *targets)``. A
-    step takes ``n`` batches from it, fewer at its end, and adds up their gradients. Their losses
-    are divided by the number of batches, unless ``reduction="sum"``. An epoch is::
+    A call synchronizes with ``on_overflow="replay"`` or ``"next_batch"``, where it captures a CUDA
+    graph, and where ``unscale_and_step`` of the optimizer does. ``cuda_graph=True`` has been tested
+    with a stand-in on the CPU, not on a GPU. Trap: Python code of a captured step does not run in
+    replays.
 
-        batches = iter(loader)
-        for _ in range(math.ceil(len(loader) / n)):
-            step(batches)
-
-    **On overflow** the step is skipped. With ``on_overflow="replay"`` the same batch is run again,
-    each time under a smaller scale, until its gradients are finite. With
-    ``on_overflow="next_batch"``, call ``step(iterator)``, as with ``batches_per_step``. The step is
-    tried on the next batches of it until they do not overflow, at most ``max_replays + 1`` times.
-
-    **Customization.** ``on_gradients`` is called before each step, with unscaled gradients. A
-    subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which are called in
-    this order. For example, this subclass adds up micro-batches in float32, whatever the dtype of
-    the model. It runs without a CUDA graph, even with ``cuda_graph=True``::
-
-        class Accumulating(ampopt.TrainStep):
-            def backward(self, loss, scale):
-                super().backward(loss, scale)
-                self.optimizer.accumulate(grads_scaled_by=scale)
-
-    **CUDA graphs.** ``cuda_graph=True`` captures the whole step as one graph, including skips, the
-    scale, step counts, clipping and dropout. It is tested with a stand-in on the CPU, and has not
-    been run on a GPU yet. Every call trains:
-
-    - The first three calls with batches of one shape warm up. The fourth captures, which
-      synchronizes once. Later calls replay the graph.
-    - A batch of another shape is stepped without the graph. Capturing starts over if parameters,
-      state or flags become other tensors or values, as by ``load_state_dict``, or if the model
-      changes between training and evaluation.
-    - Learning rates and other numbers in the param groups may change at any time. If they are
-      tensors on the device, write to them.
-    - Python code of the model and of ``loss_fn`` runs only during warm-up and capture, and must not
-      read a tensor. Step post-hooks run after each replay; pre-hooks are an error. ``p.grad`` keeps
-      the gradients.
-    - Other threads, such as one that pins memory for a ``DataLoader``, may run during the capture.
-    - On the CPU and other devices without graphs the argument has no effect.
-
-    **Synchronization.** A call synchronizes if it captures a graph, with ``on_overflow="replay"``
-    or ``"next_batch"``, and if the optimizer's ``unscale_and_step`` does: see
-    :class:`ampopt.Optimizer`. A replay of the graph does not.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 1)
-        >>> optimizer = ampopt.AdamW(model.parameters())
-        >>> step = TrainStep(model, torch.nn.MSELoss(), optimizer, ampopt.DynamicLossScale())
-        >>> loss, found_inf, scale = step(torch.ones(8, 4), torch.ones(8, 1))
+    See also :doc:`/guides/train_step`, for the arguments, batches and graphs.
 
     Attributes:
         model: the model that is trained.
@@ -155,8 +118,10 @@ class TrainStep:
             on_gradients: a function that is called with the optimizer before each step, also one
                 that will be skipped. The gradients of ``optimizer.master_params()`` are unscaled
                 then, and may be changed in place.
-            on_overflow: ``"skip"``, ``"replay"`` or ``"next_batch"``; see the class. The default is
-                ``"skip"``, or ``"replay"`` if ``max_replays`` is given.
+            on_overflow: ``"skip"`` the step; ``"replay"``: run the batch again, under smaller and
+                smaller scales, until its gradients are finite; ``"next_batch"``: take the next
+                batches of the iterator until one does not overflow. The default is ``"skip"``, or
+                ``"replay"`` if ``max_replays`` is given.
             max_replays: how many times a step is tried again at most; by default 100. See
                 :meth:`ampopt.Optimizer.unscale_and_step`.
             preserve_rng: whether replays start from the same random state.

@@ -55,38 +55,18 @@ class Watch:
     For each parameter: how often its gradient overflowed and when last, its largest finite unscaled
     gradient, and ``underflow``: the fraction of its nonzero unscaled gradients that float16 would
     round to 0 without a loss scale, which are those of magnitude 2**-25 or less. For the optimizer:
-    skipped steps by cause, and scale, norm and loss of the last steps. The loss is known if the
-    control point is: as that of its closure, of ``TrainStep``, or as
-    ``unscale_and_step(..., loss=loss)``. What else is recorded depends on the
-    kind of step:
-
-    ================================================  =======  ==========  =======  ======
-    step                                              counted  parameters  scale    norm
-    ================================================  =======  ==========  =======  ======
-    control point or GradScaler's step, with a scale  yes      yes         yes      yes
-    ... after ``unscale_`` of torch's GradScaler      yes      yes         no       yes
-    control point without a scale, with ``max_norm``  yes      yes         no       yes
-    plain ``step()`` of a rule-based optimizer        yes      yes         no       yes
-    plain ``step()`` that is written by hand          yes      no          no       no
-    ================================================  =======  ==========  =======  ======
-
-    With a closure that is evaluated again, each evaluation that overflowed is counted for its
-    parameters, but the step is counted once. A micro-batch that ``accumulate(drop="micro_batch")``
-    dropped is not counted for its parameters; ``found_inf.overflowed`` of that call names them. A
-    plain ``step()`` that calls ``super().step()`` is counted as often as torch runs its hooks,
-    which may be twice.
+    skipped steps by cause, and scale, norm and loss of the last steps. The loss is that of a
+    closure, of ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
 
     Parameters and states stay bitwise the same as without a watch. On an accelerator it costs one
     launch a step, and some work in the kernel that reads the gradients; on a CPU, some work as they
-    are read. A plain ``step()`` of a rule-based optimizer reads its gradients once more.
+    are read. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
 
-    **Many ranks.** Make a watch on each rank. Reading it is not a collective call: it returns what
-    this rank knows, which is skipped steps, scales, the norm over all ranks, how many overflows
-    each rank found, and the statistics of this rank's shards. :meth:`gather`, a collective, returns
-    the statistics of all ranks. Under DDP each rank has all of them.
+    Traps: a plain ``step()`` that is written by hand is counted, without its parameters; a copy and
+    the state dict of the optimizer do not contain the watch, which has a state dict itself; reading
+    is not a collective call, and returns what this rank knows: :meth:`gather` is one.
 
-    The optimizer's state dict does not contain the watch, which has a state dict itself. A copy of
-    the optimizer has no watch. Parameters that are added later are watched too.
+    See also :doc:`/guides/watching`, for what is recorded of which step.
 
     Attributes:
         optimizer: the optimizer that is watched.
