@@ -162,6 +162,13 @@ def removed(model, optimizer):
     del optimizer.param_groups[0]["params"][0]
 
 
+def exchanged(optimizer, group):
+    """Exchange the last parameter of a group for another, which has a gradient."""
+    new = torch.nn.Parameter(torch.full_like(optimizer.param_groups[group]["params"][-1], 0.5))
+    new.grad = torch.ones_like(new)
+    optimizer.param_groups[group]["params"][-1] = new
+
+
 def regrouped(optimizer):
     """Move the last parameter of the first group to the front of the second."""
     first, second = (group["params"] for group in optimizer.param_groups)
@@ -196,6 +203,8 @@ CHANGES = {
     "another dict": lambda m, o: o.state.update({m.weight: dict(o.state[m.weight])}),
     "loaded": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     "parameter removed": removed,
+    "last of the first group exchanged": lambda m, o: exchanged(o, 0),
+    "last of all exchanged": lambda m, o: exchanged(o, 1),
     "parameter in another group": lambda m, o: regrouped(o),
     "parameters in another order": lambda m, o: o.param_groups[0]["params"].reverse(),
     "other hyperparameters": lambda m, o: o.param_groups[0].update(weight_decay=0.1, lr=0.3),
@@ -239,6 +248,29 @@ def stepped_with_a_change(kind, change):
         optimizer.step()
         after += [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     return after
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_a_group_that_is_added_may_have_another_dtype(dtype, backend):
+    params = [torch.nn.Parameter(torch.ones(3))]
+    optimizer = ampopt.SGD(params, lr=0.25)
+    for turn in range(4):
+        if turn == 2:
+            params.append(torch.nn.Parameter(torch.ones(5, dtype=dtype)))
+            optimizer.add_param_group({"params": params[1:], "lr": 0.5})
+        for p in params:
+            p.grad = torch.full_like(p, 8.0)
+        optimizer.unscale_and_step(grads_scaled_by=8.0, max_norm=float("inf"))
+        norm = sum(p.numel() for p in params) ** 0.5
+        torch.testing.assert_close(float(optimizer.grad_norm), norm)
+    for bad in range(5):
+        for p in params:
+            p.grad = torch.full_like(p, 8.0)
+        params[1].grad[bad] = float("inf")
+        result = optimizer.unscale_and_step(grads_scaled_by=8.0)
+        assert result.overflowed == ["group 1, parameter 0"]
+    assert [p.tolist() for p in params] == [[0.0] * 3, [0.0] * 5]
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)

@@ -1,5 +1,6 @@
 """Every rule, on tensors of every layout, size and dtype, gives torch's results."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -177,22 +178,23 @@ def unscaled_first(optimizer: Any) -> None:
     optimizer.step_after_unscale()
 
 
-def scaled_by_torch(optimizer: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+def by_a_scaler(scaler_class: Any, optimizer: Any) -> None:
+    scaler = scaler_class("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
 
 
-STEPS: list[Callable[[Any], Any]] = [
-    lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=8.0),
-    unscaled_first,
-    scaled_by_torch,
-]
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "joined": lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=8.0),
+    "split": unscaled_first,
+    "torch's scaler": functools.partial(by_a_scaler, torch.amp.GradScaler),
+    "our scaler": functools.partial(by_a_scaler, ampopt.GradScaler),
+}
 
 
 @every_way
 @pytest.mark.parametrize("size", [3, 9])
-@pytest.mark.parametrize("step", STEPS, ids=["joined", "split", "torch's scaler"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_gradient_that_two_parameters_have_is_divided_once(step, size, backend):
     params = [Parameter(torch.ones(size)) for _ in range(3)]
     optimizer = ampopt.SGD(params, lr=0.125)
@@ -200,12 +202,14 @@ def test_a_gradient_that_two_parameters_have_is_divided_once(step, size, backend
         params[0].grad = params[2].grad = torch.full((size,), 8.0)
         params[1].grad = torch.full((size,), 16.0)
         step(optimizer)
+        left = [0.0 if p.grad is None else float(p.grad[0]) for p in params]
+        assert left == ([8.0, 16.0, 8.0] if step is STEPS["joined"] else [1.0, 2.0, 1.0])
     assert [p.unique().tolist() for p in params] == [[0.75], [0.5], [0.75]]
 
 
 @every_way
 @pytest.mark.parametrize("size", [3, 9])
-@pytest.mark.parametrize("step", STEPS, ids=["joined", "split", "torch's scaler"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_is_in_a_group_twice_is_stepped_once(step, size, backend):
     param = Parameter(torch.ones(size))
