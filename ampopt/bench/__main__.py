@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, launches, report, rows, workloads
+from ampopt.bench import contenders, launches, report, rows, small, workloads
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     if device.type not in ("cpu", "cuda"):
         parser.error(f"--device: {device} cannot be timed; choose cpu or cuda")
+    if options.small and device.type != "cpu":
+        parser.error("--small measures the host's time: add --device cpu")
     if options.launches and (backend := options.backend or "auto") != "triton":
         if device.type == "cpu" or backend != "auto":
             parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
@@ -79,6 +81,10 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     settings["changing"] = workloads.CHANGING if options.changing else None
     about = {**report.environment(device), **settings}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
+    if options.small:
+        print("\nmicroseconds of CPU time on one thread, medians; float32 tensors of 64 elements:")
+        print(small.table(small.measure(rounds=options.repeats, seconds=options.seconds)))
+        return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
@@ -292,6 +298,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tensors of each power of two from 64 to 16 Mi elements, instead of the workloads: "
         "300, or as many as have 16 Mi elements in total",
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="only show the CPU time of AdamW's steps of 1 to 2,000 tensors of 64 elements, on one "
+        "thread, also where something changes at every step, and of a first step",
     )
     parser.add_argument(
         "--masters",

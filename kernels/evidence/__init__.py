@@ -6,7 +6,6 @@ Run each from the root of a checkout, with ``PYTHONPATH=.:kernels``:
 - ``python -m evidence.aot``: compile every kernel for GPUs that the machine need not have.
 - ``python -m evidence.matrix FILE``: which optimizer works in which setting, as a page.
 - ``python -m evidence.fidelity STEPS``: how far steps with small states are from float32's.
-- ``python -m evidence.first_steps``: the first steps of ``auto``, compiled before or not.
 - ``python -m evidence.on_ranks N``: sharded optimizers, against torch's.
 - ``python -m evidence.host``: the host's time of a step on a GPU, in Triton's interpreter.
 - ``python -m evidence.autocast``: the host's time that ``ampopt.autocast`` adds to an operator.

@@ -1,0 +1,195 @@
+"""The table of ``--small``: what steps of small tensors cost the host, beside torch's fused step.
+
+AdamW under a dynamic loss scale, torch's under ``torch.amp.GradScaler``, float32, one thread, its
+CPU time. The medians are of rounds in which both take turns.
+"""
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+import ampopt
+from ampopt.backend import ENVIRONMENT
+from ampopt.bench import contenders, workloads
+from ampopt.bench.measure import interleaved, warmed
+
+__all__ = ["COUNTS", "SmallRow", "first_step", "measure", "table"]
+
+COUNTS = (1, 20, 300, 2000)
+"""The numbers of tensors; the steps in which something changes are those of the third."""
+_ELEMENTS = 64
+_CPU = torch.device("cpu")
+_TORCHS = "fused"
+_PLAIN, _ABSENT, _CLIPPED = "", "a random quarter absent", "clipped"
+_MOST_PROCESSES = 3
+
+
+@dataclass(frozen=True)
+class SmallRow:
+    """One line of the table.
+
+    Attributes:
+        what: what is special about the step; empty for a plain one.
+        tensors: number of tensors, of 64 elements each.
+        torchs: median time of torch's fused step in seconds.
+        ours: median time of ampopt's step in seconds.
+    """
+
+    what: str
+    tensors: int
+    torchs: float
+    ours: float
+
+
+def _change_rate(optimizer: Optimizer) -> None:
+    """Set another learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 - 1e-6
+
+
+def _replace_state(optimizer: Optimizer) -> None:
+    """Replace one state by a copy, which a plan does not know."""
+    for state in list(optimizer.state.values())[:1]:
+        state["exp_avg"] = state["exp_avg"].clone()
+
+
+_CHANGES: dict[str, Callable[[Optimizer], None]] = {
+    "another learning rate": _change_rate,
+    "a new plan": _replace_state,
+}
+"""What changes before each step, outside of its time."""
+
+
+def measure(*, rounds: int, seconds: float) -> list[SmallRow]:
+    """Measure all rows on one thread.
+
+    Args:
+        rounds: maximum number of rounds of a row. First steps take at most 3, each two processes.
+        seconds: about the time for all rows but those of first steps.
+    """
+    cases = [(_PLAIN, count) for count in COUNTS]
+    cases += [(what, COUNTS[2]) for what in (_ABSENT, _CLIPPED, *_CHANGES)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [_steps(*case, rounds=rounds, seconds=seconds / len(cases)) for case in cases]
+    finally:
+        torch.set_num_threads(before)
+    return rows + _first_steps(min(rounds, _MOST_PROCESSES))
+
+
+def table(rows: Sequence[SmallRow]) -> str:
+    """Format the rows as lines, in microseconds."""
+    columns = ("torch fused", "ampopt", "ratio", "a tensor")
+    lines = ["tensors  " + "".join(f"{name:>13}" for name in columns) + "  what"]
+    for row in rows:
+        times = (1e6 * row.torchs, 1e6 * row.ours)
+        numbers = [f"{x:13.1f}" for x in times] + [f"{row.ours / row.torchs:13.3f}"]
+        each = f"{times[1] / row.tensors:13.2f}"
+        lines.append(f"{row.tensors:7}  {''.join(numbers)}{each}  {row.what}".rstrip())
+    return "\n".join(lines)
+
+
+def _steps(what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
+    """The row of warm steps of ``count`` tensors."""
+    params = _workload(count).parameters(torch.float32, _CPU)
+    gradients = workloads.Gradients(params, workloads.CHANGING if what == _ABSENT else 0.0)
+    change = _CHANGES.get(what, lambda _: None)
+    steps, restores = {}, {}
+    for name in (_TORCHS, contenders.AMPOPT):
+        contender = contenders.enter(name, "AdamW", params)
+        steps[name] = contender.clipped_step if what == _CLIPPED else contender.step
+        restores[name] = functools.partial(_restore, gradients, change, contender.optimizer)
+        warmed(steps[name], restores[name])
+    times = interleaved(
+        steps,
+        gradients.restore,
+        _CPU,
+        rounds=rounds,
+        seconds=seconds,
+        clock="cpu",
+        restores=restores,
+    )
+    return SmallRow(what, count, times[_TORCHS].median, times[contenders.AMPOPT].median)
+
+
+def _restore(
+    gradients: workloads.Gradients, change: Callable[[Optimizer], None], optimizer: Optimizer
+) -> None:
+    """Give every parameter its gradient back, and make the change."""
+    gradients.restore()
+    change(optimizer)
+
+
+def _first_steps(rounds: int) -> list[SmallRow]:
+    """The rows of first steps, of the third of :data:`COUNTS`, by processes in turn."""
+    results: dict[str, list[dict[str, float]]] = {
+        "first step, nothing compiled": [],
+        "first step, all compiled": [],
+    }
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="ampopt-bench-") as cache:
+            for seconds in results.values():  # the first one fills the cache
+                seconds.append(_in_a_process(COUNTS[2], cache))
+    return [
+        SmallRow(
+            what,
+            COUNTS[2],
+            *(statistics.median(x[name] for x in seconds) for name in (_TORCHS, contenders.AMPOPT)),
+        )
+        for what, seconds in results.items()
+    ]
+
+
+def _in_a_process(count: int, cache: str) -> dict[str, float]:
+    """Return what :func:`first_step` returns in a new process with ``cache`` as cache folder."""
+    code = "import json; from ampopt.bench.small import first_step; "
+    code += f"print(json.dumps(first_step({count})))"
+    environment = {"XDG_CACHE_HOME": cache, ENVIRONMENT: ampopt.get_backend()}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(process.stdout)
+
+
+def first_step(count: int) -> dict[str, float]:
+    """The CPU time of a first step in seconds, by contender, torch's first.
+
+    It is that of all threads of this process and of the compilers that the step waits for. Making
+    the optimizer is not part of it.
+    """
+    torch.set_num_threads(1)
+    params = _workload(count).parameters(torch.float32, _CPU)
+    gradients, seconds = workloads.Gradients(params), {}
+    for name in (_TORCHS, contenders.AMPOPT):
+        step = contenders.enter(name, "AdamW", params).step
+        gradients.restore()
+        start = _cpu_seconds()
+        step()
+        seconds[name] = _cpu_seconds() - start
+    return seconds
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process, and of its children that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def _workload(count: int) -> workloads.Workload:
+    """``count`` tensors of 64 elements."""
+    return workloads.Workload(f"{count} x {_ELEMENTS}", ((_ELEMENTS,),) * count)

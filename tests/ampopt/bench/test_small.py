@@ -1,0 +1,33 @@
+"""The table of small steps has a row for each case, and refuses what it cannot measure."""
+
+import pytest
+
+from ampopt.bench import __main__ as bench
+from ampopt.bench import small
+
+
+def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys):
+    """Also first steps, in processes of their own."""
+    monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
+    bench.main(
+        ["--small", "--device", "cpu", "--backend", "eager", "--repeats", "1", "--seconds", "0.1"]
+    )
+    lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [(line[0], *line[5:]) for line in lines] == [
+        *(("1",), ("2",), ("4",), ("5",)),
+        ("4", "a random quarter absent"),
+        ("4", "clipped"),
+        ("4", "another learning rate"),
+        ("4", "a new plan"),
+        ("4", "first step, nothing compiled"),
+        ("4", "first step, all compiled"),
+    ]
+    for count, torchs, ours, ratio, each, *_ in lines:
+        assert float(ratio) == pytest.approx(float(ours) / float(torchs), rel=0.1, abs=0.001)
+        assert float(each) == pytest.approx(float(ours) / int(count), rel=0.01)
+
+
+def test_steps_on_another_device_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--small", "--device", "cuda"])
+    assert "--device cpu" in capsys.readouterr().err
