@@ -80,6 +80,8 @@ class Optimizer(torch.optim.Optimizer):
     skip_by: str = "auto"
     process_group: Any = None
     _ampopt = StrategyAttribute(OrdinaryStep)
+    _has_own_control_points = False
+    """Whether a subclass unscales by methods of its own: then its ``step()`` needs no scale."""
     _step_supports_amp_scaling = torch_scaler.SupportsAmpScaling()
     """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 
@@ -92,6 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         show_torch_signature(cls, Optimizer)
         show_options(cls)
         torch_scaler.wrap_step(cls, Optimizer)
+        if {"unscale", "unscale_and_step"} & vars(cls).keys():
+            cls._has_own_control_points = True
         step = beneath_hooks(cls.step)
         if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:
             cls._ampopt = cls._ampopt.for_another_step()

@@ -107,7 +107,8 @@ def test_metadata(wheel):
     assert readme.startswith("# ampopt\n")
     links = re.findall(r"\]\(([^)#]+)", readme)
     assert links and all(link.startswith("https://") for link in links)
-    inside = [link.split("/main/")[1] for link in links if link.startswith(urls["Repository"])]
+    files = urls["Repository"] + "/blob/main/"
+    inside = [link.removeprefix(files) for link in links if link.startswith(files)]
     assert inside and all((ROOT / path).exists() for path in inside)
     needed = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert [re.split("[>; ]", r)[0] for r in needed] == ["torch", "triton"]

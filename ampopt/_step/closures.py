@@ -23,6 +23,7 @@ from ampopt.loss_scale.arguments import (
     rounded,
 )
 from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.scalings import note_told
 from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.decision import Decision
 
@@ -197,6 +198,7 @@ def _step_with_replays(
             loss, verdict = evaluate(scale)
         finally:
             ours.in_closure = False
+            note_told()  # the closure got the scale, also if it raised
         if agreement is not None:
             ours.check_gradients()  # an error here is still all-reduced to the other ranks
         return loss, verdict

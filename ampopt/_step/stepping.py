@@ -482,6 +482,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         Does not synchronize: a scale on an accelerator counts as one, even if it is 1.
         """
         scale = untold_scale(self._scalings_before)
+        if getattr(self.optimizer, "_has_own_control_points", False):
+            return False
         if scale is None or not gradients.present(self.optimizer.param_groups):
             return False
         number = scale._host_number if isinstance(scale, LossScale) else scale

@@ -70,7 +70,8 @@ def _check_near(
     values: torch.Tensor, full: torch.Tensor, part: State, codec: Codec, what: str
 ) -> None:
     """Compare the ``values`` of a state with those of ``full`` precision."""
-    values, full = values.detach().reshape(-1), full.detach().reshape(-1)
+    # The state of a parameter with sparse gradients is sparse.
+    values, full = (x.detach().to_dense().reshape(-1) for x in (values, full))
     if not full.isfinite().all():
         return
     blocks = full.abs().split(codec.block)

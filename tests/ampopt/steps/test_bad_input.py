@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -515,16 +515,32 @@ def _other_model_and_optimizer():
         (lambda p: ampopt.SGD(p, weight_decay=NAN), ValueError, "weight_decay is nan"),
         (lambda p: ampopt.SGD(p, lr=torch.tensor(NAN)), ValueError, "lr is nan"),
         (lambda p: ampopt.SGD([{"params": p, "lr": NAN}]), ValueError, "lr is nan"),
-        (lambda p: ampopt.Adam(p, amsgrad="no"), TypeError, "amsgrad must be True or False"),
-        (lambda p: ampopt.Adam(p, maximize=2), TypeError, "maximize must be True or False, got 2"),
-        (lambda p: ampopt.Adam(p, betas=(0.9,)), ValueError, "betas must be a tuple of 2"),
-        (lambda p: ampopt.AdamW(p, betas=3), TypeError, "betas must be a tuple of 2"),
-        (lambda p: ampopt.AdamW(p, lr="1"), TypeError, "lr must be a number"),
+        (
+            lambda p: ampopt.Adam(p, amsgrad=cast(Any, "no")),
+            TypeError,
+            "amsgrad must be True or False",
+        ),
+        (
+            lambda p: ampopt.Adam(p, maximize=cast(Any, 2)),
+            TypeError,
+            "maximize must be True or False, got 2",
+        ),
+        (
+            lambda p: ampopt.Adam(p, betas=cast(Any, (0.9,))),
+            ValueError,
+            "betas must be a tuple of 2",
+        ),
+        (lambda p: ampopt.AdamW(p, betas=cast(Any, 3)), TypeError, "betas must be a tuple of 2"),
+        (lambda p: ampopt.AdamW(p, lr=cast(Any, "1")), TypeError, "lr must be a number"),
         (lambda p: ampopt.AdamW([{"lr": 1.0}]), ValueError, "has only .'lr'.*add \"params\""),
         (lambda p: ampopt.AdamW(p).step(5), TypeError, "a closure is a function.* got 5"),
-        (lambda p: ampopt.ScheduleFreeAdamW(p, warmup_steps=1.5), ValueError, "a whole number"),
-        (lambda p: ampopt.autocast(3), TypeError, "device_type must be .* got 3"),
-        (lambda p: ampopt.GradScaler(3), TypeError, "device must be .* got 3"),
+        (
+            lambda p: ampopt.ScheduleFreeAdamW(p, warmup_steps=cast(Any, 1.5)),
+            ValueError,
+            "a whole number",
+        ),
+        (lambda p: ampopt.autocast(cast(Any, 3)), TypeError, "device_type must be .* got 3"),
+        (lambda p: ampopt.GradScaler(cast(Any, 3)), TypeError, "device must be .* got 3"),
         (
             lambda p: ampopt.skip_when(ampopt.SGD(p), norm_deviations=1.0, warmup=1),
             ValueError,

@@ -11,6 +11,7 @@ from support.optimizers import EVERY_RULE, Plain, Signed
 from support.strategies import fewer
 from torch import nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 import ampopt
 from ampopt.testing.bits import bits, everything
@@ -131,9 +132,7 @@ def test_a_strict_load_fills_the_states_and_training_goes_on_bitwise():
     assert [s["step"].item() for s in resumed.state.values()] == [0.0] * 4
 
     def layout(tree: Any) -> Any:
-        return torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda t: (t.shape, t.dtype, t.device), tree
-        )
+        return tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype, t.device), tree)
 
     assert layout(made[1]["state"]) == layout(saved[1]["state"])
     set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])

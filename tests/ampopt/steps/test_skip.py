@@ -313,7 +313,7 @@ SHARED = {
 def test_gradients_that_share_memory_are_divided_once(how, cls, by_scaler):
     values = torch.arange(1.0, 121.0)
     shapes = [view(values).shape for view in SHARED[how]]
-    params = [Parameter(torch.zeros(shape)) for shape in shapes]
+    params: list[Any] = [Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = cls(params, lr=1.0)
     for _ in range(2):  # with a new plan, and with one that is kept
         for p in params:

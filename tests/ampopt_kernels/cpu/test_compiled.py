@@ -104,7 +104,8 @@ def test_gradients_are_read_as_torchs_operations_read_them(kinds, values, scale,
     work = work_of(kinds, values)
     limit = math.inf if norm else None
     request = Request(torch.tensor(scale, dtype=F64), max_norm=limit, measure=measure)
-    ours, theirs = Compiled().detect(work, request), Eager(host_sees=True).detect(work, request)
+    ours: Any = Compiled().detect(work, request)
+    theirs: Any = Eager(host_sees=True).detect(work, request)
     assert flagged(ours) == flagged(theirs)
     assert any(ours.flags) == bool(flagged(theirs))
     if norm:
@@ -123,13 +124,15 @@ def test_no_bit_of_a_norm_depends_on_threads_or_other_rows(kinds, values):
     work = work_of([kind for kind in kinds if kind[0] in (F32, F64)], values)
 
     def squares() -> list[float]:
-        return Compiled().detect(work, Request(max_norm=1.0)).squares.tolist()
+        partials: Any = Compiled().detect(work, Request(max_norm=1.0))
+        return partials.squares.tolist()
 
     results = with_threads(squares, 1, 2, 3)
     assert results == results[:1] * 3
     for row, grad, ours in zip(work.rows, work.grads, results[0], strict=True):
         alone = Work(CPU, [row], [grad])
-        assert Compiled().detect(alone, Request(max_norm=1.0)).squares.tolist() == [ours]
+        partials: Any = Compiled().detect(alone, Request(max_norm=1.0))
+        assert partials.squares.tolist() == [ours]
         expected = grad.double().square().sum().item() if row.in_norm and grad is not None else 0.0
         assert ours == pytest.approx(expected, rel=1e-12)
 

@@ -59,7 +59,8 @@ def test_every_change_of_contents_is_seen(change):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_of_entries_that_are_given_every_change_is_seen_and_of_others_none(change):
-    a, b = {"mine": 1, "x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2)}
+    a: dict[str, Any] = {"mine": 1, "x": torch.ones(2), "y": torch.ones(2)}
+    b: dict[str, Any] = {"x": torch.ones(2)}
     guard = IdentityGuard([], [(a, ("x", "y")), ({}, ()), (b, {"x"})])
     b["mine"] = b["his"] = 2
     a["mine"] = a.pop("y"), a.pop("x")
