@@ -77,90 +77,27 @@ class ElementwiseOptimizer(Optimizer):
             def __init__(self, params, lr=0.1, momentum=0.9, **options):
                 super().__init__(params, {"lr": lr, "momentum": momentum}, **options)
 
-    ``defaults`` also holds the *flags* of the rule: boolean options, such as ``nesterov``, for
-    which the kernel is compiled separately. Stepping, scaling, skipping, replay, clipping and state
-    are inherited. With a torch optimizer as a second base class, its constructor is used.
+    Stepping, scaling, skipping, replay, clipping and state are inherited. With a torch optimizer as
+    a second base class, its constructor is used. No control point synchronizes, except with a
+    closure.
 
-    No control point synchronizes, except with a closure.
+    Parameters are float32, float64, float16, bfloat16, complex64 or complex128. Arithmetic is
+    float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter; step
+    counts are 0-d tensors on its device. ``unscale_and_step`` leaves ``p.grad`` scaled and
+    unclipped.
 
-    **Gradients.** ``unscale_and_step`` unscales and clips on the fly: it leaves ``p.grad`` scaled,
-    as the backward pass left it. A skipped step changes nothing. Under a ``GradScaler``, torch's or
-    ampopt's, ``p.grad`` is overwritten with unscaled gradients in its own dtype, which costs a
-    write. In float16, small values may become 0 in ``p.grad``; the update has used the float32
-    values.
+    Traps: with ``master_weights=True`` a step overwrites what else changes a parameter, such as
+    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted; a ``step`` that a
+    subclass overrides is rolled back or synchronizes: to refuse a step, override
+    :meth:`check_step`.
 
-    **Dtypes.** Parameters may be float32, float64, float16, bfloat16, complex64 or complex128 (as
-    pairs of real numbers). Arithmetic is float32, or float64 for float64 parameters. A state tensor
-    has the dtype of its parameter and torch's name; step counts and other scalars are 0-d tensors
-    on the parameter's device, float32, or float64 if that is torch's default dtype. Float16 states
-    lose small values, as in torch, which is warned of once: use master weights instead.
-
-    **Master weights.** With ``master_weights=True``, each float16 or bfloat16 parameter has a
-    float32 copy, its master, in ``state[p]["master_param"]``. Steps update the master, and round it
-    to the parameter; the other states are float32 too. ``unscale`` then leaves ``p.grad`` alone,
-    and puts float32 unscaled gradients on the masters until the next step or ``zero_grad``. Clip or
-    edit them through :meth:`master_params`: a step after ``p.grad`` was edited is a
-    ``RuntimeError``. A master is made from its parameter at the first step, and saved in
-    ``state_dict``. From then on the next step overwrites whatever else changes the parameter, such
-    as ``model.load_state_dict()``, weight clipping, or swapping in averaged weights. Write to the
-    master as well, or delete it: ``del optimizer.state[p]["master_param"]``.
-
-    **Stochastic rounding.** With ``param_rounding="stochastic"``, a bfloat16 parameter without a
-    master is rounded up or down at random after each step, with probabilities that make the
-    rounding unbiased. Updates smaller than half an ulp then count on average, where rounding to
-    nearest would lose them. Its states are bfloat16, rounded in the same way, whatever its size, so
-    that an average of small numbers can fall: ``state_bits=32`` means 16 for it, and 8 remains 8.
-    States that are always in full precision (see below) are float32. Parameters of other dtypes,
-    and their states, are rounded to nearest. The random numbers depend on the position of the
-    parameter in the optimizer, the index of the element, and a step counter in the state
-    (``rounding_key``), which a skipped step does not advance. So runs are reproducible bit for bit,
-    on all backends, and for any number of ranks with shards of the first dimension.
-
-    **Small states.** ``state_bits=8`` keeps each state of a parameter of 8192 elements or more as
-    8-bit codes, with a float32 scale for each block of 128 elements: ``state[p]["exp_avg"]`` and
-    ``state[p]["exp_avg_scale"]``. ``state_bits=16`` keeps it in bfloat16. Both are rounded
-    stochastically, with the key of stochastic rounding (``rounding_key``), so that a skipped step
-    changes no bit, and backends make the same bits. The largest update, and the length of a step,
-    stay close to those of float32 states; ``kernels/RESULTS.md`` has the figures.
-    In full precision remain: states of smaller parameters, and of float64 and complex ones; scalar,
-    row and column states; copies and means of the parameter (``ScheduleFreeAdamW``, ``ASGD``); both
-    second moments with ``amsgrad``, and the averages of a centered ``RMSprop``. Beside these
-    moments and averages, signed states have at least 16 bits, as codes are too coarse to be divided
-    by an exact small number. Blocks follow the order of a contiguous parameter, also of a sharded
-    one, so the number of ranks changes no bit; a placement whose shards would cut a block is a
-    ``ValueError``. :func:`ampopt.full_state_dict` returns float32 states, which torch's optimizers
-    load.
-
-    **24-bit masters.** ``master_bits=24``, with ``master_weights=True``, keeps 8 bits, int8, in
-    ``state[p]["master_param"]`` in place of a float32 copy, for parameters of 8192 elements or
-    more: the parameter is the master rounded to nearest, and the 8 bits are the difference. A step
-    rounds the master stochastically to these 24 bits, with the key of small states: within 2**-15
-    of its magnitude, and of the float32 number on average. Of float16 parameters below 2**-17 it is
-    within 2**-32, and beyond 65504 it is infinite, as they are. What else changes the parameter,
-    such as ``model.load_state_dict()``, changes the master: the 8 bits stay, less than one last
-    place of the parameter. :meth:`master_params` yields float32 copies: gradients on them are those
-    of the step, and values written to them within a loop over :meth:`params_and_masters` are
-    stored. ``unscale`` makes these copies until the step, ``unscale_and_step`` does not.
-
-    **Layouts.** Parameters, gradients and states may have different memory layouts; where they
-    differ, a step makes copies. Parameters may share storage. If two of them overlap, it is
-    undefined which update the shared elements get. A parameter that is in a param group twice, of
-    which torch warns, is stepped once; torch steps it twice.
-
-    **Ranks.** Of a ``DTensor``, each rank steps its shard, to the same bits as one process would
-    step the whole. Overflow and norm are all-reduced over all ranks of the meshes, in each control
-    point that checks or clips: every rank has to make the call, with gradients or without. What is
-    replicated counts once in the norm, which includes ordinary parameters in a model of DTensors.
-
-    **Overriding ``step``.** To refuse a step, for example in evaluation mode, override
-    :meth:`check_step` and raise. A ``step`` of a subclass that calls this one may do anything else,
-    so it is skipped as :attr:`skip_by` says: rolled back, or after a synchronization; and
-    ``unscale_and_step`` unscales the gradients in place before it. With ``skip_by = "step"`` it
-    always runs, and only the rule within it is skipped, on the device.
+    See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
+    :doc:`/guides/master_weights_and_bfloat16`, :doc:`/guides/less_memory` (``state_bits``,
+    ``master_bits``), :doc:`/guides/how_a_step_runs` and :doc:`/guides/how_ranks_agree`.
 
     Attributes:
-        rule: the update; see :class:`ampopt_kernels.Rule`. Assigning another rule, to the class or
-            an instance, takes effect at the next step.
+        rule: the update. Assigning another rule, to the class or an instance, takes effect at the
+            next step.
     """
 
     rule: ClassVar[Rule]
