@@ -57,7 +57,8 @@ def back_with_half(tensor: Tensor) -> None:
     storage: Any = tensor.untyped_storage()
     n = tensor.numel() // 2
     tensor.data = torch.empty(0, dtype=tensor.dtype)
-    tensor.data = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (n,))
+    half: Any = torch.empty(0, dtype=tensor.dtype)
+    tensor.data = half.set_(storage, 0, (n,))
 
 
 CUT: dict[str, Callable[[Tensor], Any]] = {

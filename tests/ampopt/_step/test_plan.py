@@ -253,8 +253,8 @@ def stepped_with_a_change(kind, change):
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_a_group_that_is_added_may_have_another_dtype(dtype, backend):
-    params = [torch.nn.Parameter(torch.ones(3))]
-    optimizer = ampopt.SGD(params, lr=0.25)
+    params: list[Any] = [torch.nn.Parameter(torch.ones(3))]
+    optimizer: Any = ampopt.SGD(params, lr=0.25)
     for turn in range(4):
         if turn == 2:
             params.append(torch.nn.Parameter(torch.ones(5, dtype=dtype)))

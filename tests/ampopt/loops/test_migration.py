@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -200,9 +201,9 @@ def test_the_recipe_for_sam_skips_an_overflow_of_either_gradient(base, bad, tmp_
     results = []
     for scaled in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
+        model: Any = torch.nn.Linear(3, 2)
         sam = guide["SAM"](model.parameters(), base if scaled else base, lr=0.25)
-        scale = ampopt.DynamicLossScale(init_scale=2.0**4) if scaled else None
+        scale: Any = ampopt.DynamicLossScale(init_scale=2.0**4) if scaled else None
         for wrong in ((), bad, ()):
             if not scaled and 1 in wrong:
                 continue

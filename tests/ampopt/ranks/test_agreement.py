@@ -107,7 +107,8 @@ def with_other_settings(what: str) -> str:
     if what.endswith(("shard", "DTensor")):
         placement = Shard(0) if what.endswith("shard") else Replicate()
         part = DTensor.from_local(part, mesh_of(2), [placement])
-    param, options = Parameter(part), {"lr": 0.5}
+    param = Parameter(part)
+    options: dict[str, Any] = {"lr": 0.5}
     if what.startswith("lr") and rank:
         options["lr"] = 0.25
     if what == "lr on the host":
