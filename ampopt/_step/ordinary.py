@@ -75,7 +75,7 @@ class OrdinaryStep(StepStrategy):
         self._decision: Decision | None = None
         self._around: Decision | None = None
         self._decision_of_step: Decision | None = None
-        self._followed_unscale = False
+        self._followed_unscale = self._follows_nothing = False
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
@@ -139,8 +139,7 @@ class OrdinaryStep(StepStrategy):
             self.refuse_pending("step(closure)")
         request = None if self.pending is None else self.pending.request
         self._followed_unscale = request is not None
-        if request is None:
-            self.warn_of_untold_scale()
+        self._follows_nothing = request is None
         return request
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
@@ -213,6 +212,10 @@ class OrdinaryStep(StepStrategy):
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""
         self.end_pending()
+        if self._follows_nothing:
+            # Not before the step: that of a wrapper calls a control point of the inner optimizer.
+            self._follows_nothing = False
+            self.warn_of_untold_scale()
         self._decision_of_step = self._around if self._decision is None else self._decision
         self._around = None
 
