@@ -314,6 +314,7 @@ def test_an_overflow_in_bfloat16_is_skipped(tmp_path):
     assert {float(state["step"]) for state in states} == {5.0}
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # no GPU
 def test_the_block_of_the_guide(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = readme.run("Trainers of transformers and trl", tmp_path)
