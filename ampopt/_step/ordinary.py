@@ -36,6 +36,8 @@ class OrdinaryStep(StepStrategy):
             ``_around``.
         _followed_unscale: whether the last plain ``step()`` has followed a pending unscale, so that
             its post-hooks, which run after it, read its flag.
+        _follows_nothing: whether a plain ``step()`` runs that was told of no scale, for
+            :meth:`step_is_over` to warn of.
     """
 
     def __init__(
