@@ -80,8 +80,6 @@ class Optimizer(torch.optim.Optimizer):
     skip_by: str = "auto"
     process_group: Any = None
     _ampopt = StrategyAttribute(OrdinaryStep)
-    _has_own_control_points = False
-    """Whether a subclass unscales by methods of its own: then its ``step()`` needs no scale."""
     _step_supports_amp_scaling = torch_scaler.SupportsAmpScaling()
     """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 
@@ -94,12 +92,14 @@ class Optimizer(torch.optim.Optimizer):
         show_torch_signature(cls, Optimizer)
         show_options(cls)
         torch_scaler.wrap_step(cls, Optimizer)
-        if {"unscale", "unscale_and_step"} & vars(cls).keys():
-            cls._has_own_control_points = True
         step = beneath_hooks(cls.step)
+        own_control_points = bool({"unscale", "unscale_and_step"} & vars(cls).keys())
         if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:
             cls._ampopt = cls._ampopt.for_another_step()
+        elif "_ampopt" not in vars(cls) and own_control_points:
+            cls._ampopt = cls._ampopt.with_options()
         cls._ampopt.step = step
+        cls._ampopt.has_own_control_points |= own_control_points
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
         """Create the optimizer. Subclasses pass ``params`` and ``defaults``, as to torch's class.

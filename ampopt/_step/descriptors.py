@@ -36,6 +36,8 @@ class StrategyAttribute:
 
     Attributes:
         step: the ``step`` function of the class that has this attribute, without hooks.
+        has_own_control_points: whether the class unscales by methods of its own, so that its
+            ``step()`` needs to be told of no scale.
     """
 
     def __init__(self, make: Callable[..., RefersToOptimizer], **facts: Any) -> None:
@@ -47,6 +49,7 @@ class StrategyAttribute:
         """
         self._make, self._facts = make, facts
         self.step: Any = None
+        self.has_own_control_points = False
 
     def for_another_step(self) -> "StrategyAttribute":
         """The descriptor for a subclass that overrides ``step``."""
@@ -54,7 +57,9 @@ class StrategyAttribute:
 
     def with_options(self, **facts: Any) -> "StrategyAttribute":
         """A copy of the descriptor with more keyword arguments for ``make``."""
-        return StrategyAttribute(self._make, **{**self._facts, **facts})
+        copy = StrategyAttribute(self._make, **{**self._facts, **facts})
+        copy.has_own_control_points = self.has_own_control_points
+        return copy
 
     def new(self, optimizer: Any) -> RefersToOptimizer:
         """A new strategy for ``optimizer``, in the state *idle*."""

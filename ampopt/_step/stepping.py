@@ -482,9 +482,10 @@ class StepStrategy(RefersToOptimizer, ABC):
         Does not synchronize: a scale on an accelerator counts as one, even if it is 1.
         """
         scale = untold_scale(self._scalings_before)
-        if getattr(self.optimizer, "_has_own_control_points", False):
+        optimizer: Any = self.optimizer
+        if scale is None or type(optimizer)._ampopt.has_own_control_points:
             return False
-        if scale is None or not gradients.present(self.optimizer.param_groups):
+        if not gradients.present(optimizer.param_groups):
             return False
         number = scale._host_number if isinstance(scale, LossScale) else scale
         return not host_may_read(number) or number != 1.0

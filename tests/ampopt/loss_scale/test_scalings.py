@@ -186,3 +186,18 @@ def test_losses_of_another_thread_do_not_count():
     scales.start()
     scales.join()
     assert warned(optimizer.step) == 0
+
+
+@EACH
+def test_a_class_that_unscales_by_a_method_of_its_own_needs_to_tell_no_scale(cls):
+    class Unscales(cls):
+        def unscale(self, grads_scaled_by: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                param.grad.div_(grads_scaled_by)
+
+    for kind, count in ((Unscales, 0), (type("Inherits", (Unscales,), {}), 0), (cls, 1)):
+        model, optimizer = model_and(kind)
+        ampopt.scale_outputs(loss_of(model), 4.0).backward()
+        if kind is not cls:
+            optimizer.unscale(4.0)
+        assert warned(optimizer.step) == count
