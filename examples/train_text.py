@@ -1,7 +1,8 @@
 """Train a transformer at five opt levels, and compare loss, speed and memory.
 
 The text is English, and ships with Python: what ``help("topics")`` prints, some 700 KB of it, read
-byte by byte. The same network is trained five times, from the same weights, on the same batches:
+byte by byte. The same network is trained at five levels, from the same weights, on the same
+batches, and all of it again from other seeds:
 
     O0        float32
     O1        float32 weights, autocast to float16 by lists of operators, a dynamic loss scale
@@ -9,13 +10,13 @@ byte by byte. The same network is trained five times, from the same weights, on 
     O3        float16 weights and state, so that small second moments of Adam underflow to zero
     bfloat16  float32 weights, autocast to bfloat16, a loss scale of 1
 
-O0 is also trained from other seeds. The loss is measured on held-out text. That of O1, O2 and
-bfloat16 may exceed the mean of the float32 runs by no more than the spread of these runs (largest
-minus smallest); otherwise the script prints which one does, and fails. An opt level is one object,
+The loss is measured on held-out text. The mean of O1, O2 and bfloat16 over the seeds may exceed
+that of float32 by no more than the spread of the float32 runs (largest minus smallest); otherwise
+the script prints which one does, and fails. An opt level is one object,
 ``ampopt.Precision.like("O2")``, which is passed to ``ampopt.TrainStep``: nothing else differs
-between the runs. With ``--state-bits 8``, O1, O2 and bfloat16 keep the states of AdamW in 8 bits,
-and, with ``--master-bits 24``, O2 its master weights in 24; then the table also has the largest
-update of an element in each run, in units of the learning rate, which must not exceed 10.
+between the runs of a seed. With ``--state-bits 8``, O1, O2 and bfloat16 keep the states of AdamW in
+8 bits, and, with ``--master-bits 24``, O2 its master weights in 24; then the table also has the
+largest update of an element in each run, in units of the learning rate, which must not exceed 10.
 
     python examples/train_text.py
     python examples/train_text.py --state-bits 8 --master-bits 24
@@ -28,7 +29,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -210,7 +211,7 @@ def train(
         cuda_graph=device.type == "cuda",
     )  # fmt: skip
 
-    run, unread = Run(name if seed == 0 else f"{name}, seed {seed}"), []
+    run, unread = Run(f"{name}, seed {seed}"), []
     largest = torch.zeros((), device=device)
     batches = text.batches(size, seed)
     measured = size.steps // 4  # the steps before fill caches, compile and capture
@@ -283,7 +284,7 @@ def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -
 
 def table(runs: Sequence[Run]) -> str:
     """Return a table of the runs, as text."""
-    row = "{:<14}{:>15}{:>14}{:>13}{:>10}{:>17}".format
+    row = "{:<18}{:>15}{:>14}{:>13}{:>10}{:>17}".format
     measured = any(run.largest is not None for run in runs)
     last = "largest update" if measured else ""
     lines = [row("", "held-out loss", "steps/second", "peak memory", "skipped", last)]
@@ -295,32 +296,32 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(map(str.rstrip, lines))
 
 
-def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
-    """Draw losses on the left, with other seeds in grey; bars of speed and memory."""
+def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Draw losses on the left, with other seeds in pale lines; bars of speed and memory."""
     # Okabe and Ito's colours, which colour-blind readers can tell apart.
     colors = dict(zip(LEVELS, ["#000000", "#56B4E9", "#E69F00", "#D55E00", "#009E73"], strict=True))
-    grey = "#666666"
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     losses, speed, size = figure.subplot_mosaic([["loss", "speed"], ["loss", "memory"]],
                                                 width_ratios=(2, 1)).values()  # fmt: skip
-    for at, run in enumerate(others):
-        label = "float32 from other seeds" if at == 0 else None
-        losses.plot(smooth(run.losses), color=grey, alpha=0.3, linewidth=1.5, label=label)
-    for run, width in zip(runs, (6.0, 4.0, 2.6, 1.4, 1.4), strict=True):  # lines overlap
-        label = f"{run.name}: {run.held_out:.3f} on held-out text"
-        losses.plot(smooth(run.losses), color=colors[run.name], linewidth=width, label=label)
-    seen = smooth(runs[0].losses)
+    for (name, (first, *others)), width in zip(
+        runs.items(), (6.0, 4.0, 2.6, 1.4, 1.4), strict=True
+    ):
+        label = f"{name}: {mean_loss(runs[name]):.3f} on held-out text"
+        losses.plot(smooth(first.losses), color=colors[name], linewidth=width, label=label)
+        for run in others:
+            losses.plot(smooth(run.losses), color=colors[name], linewidth=1.0, alpha=0.3)
+    firsts = {name: first for name, (first, *_) in runs.items()}
+    seen = smooth(firsts["O0"].losses)
     losses.set_ylim(0.95 * min(seen), 1.05 * max(seen))  # O3 leaves this range
     losses.set_ylabel("training loss, mean of ten steps")
     losses.set_xlabel("step")
     losses.set_title("A transformer on Python's help texts, at each opt level", loc="left")
     losses.legend(frameon=False)
-    names = [run.name for run in runs]
     for axes, values, title in (
-        (speed, [run.steps_per_second for run in runs], "steps per second"),
-        (size, [run.megabytes for run in runs], "peak memory, MB"),
+        (speed, [run.steps_per_second for run in firsts.values()], "steps per second"),
+        (size, [run.megabytes for run in firsts.values()], "peak memory, MB"),
     ):
-        bars = axes.barh(names, values, color=[colors[name] for name in names])
+        bars = axes.barh([*firsts], values, color=[colors[name] for name in firsts])
         axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
         axes.set_title(title, loc="left", fontsize="medium")
         axes.invert_yaxis()
@@ -328,8 +329,13 @@ def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
         axes.set_xticks([])
     for axes in (losses, speed, size):
         axes.spines[["top", "right"]].set_visible(False)
-    losses.grid(axis="y", color=grey, alpha=0.2, linewidth=0.6)
+    losses.grid(axis="y", color="#666666", alpha=0.2, linewidth=0.6)
     figure.savefig(path, dpi=110)
+
+
+def mean_loss(runs: Sequence[Run]) -> float:
+    """Return the mean of the held-out losses of ``runs``."""
+    return statistics.fmean(run.held_out for run in runs)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -345,7 +351,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, default="small", help="of the network")
     parser.add_argument("--steps", type=int, help="of each run; by default, those of the size")
-    parser.add_argument("--seeds", type=int, default=3, help="of float32, for the spread")
+    parser.add_argument("--seeds", type=int, default=3, help="of each level")
     parser.add_argument("--device", default="cpu", help="where to train, such as cpu or cuda")
     parser.add_argument(
         "--state-bits", type=int, choices=(32, 16, 8), default=32, help="of O1, O2 and bfloat16"
@@ -380,33 +386,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = Text.load(options.device)
     levels = with_bits(options.state_bits, options.master_bits)
     measures = levels != LEVELS
-    others = [
-        train("O0", text, size, seed, levels["O0"], measures) for seed in range(1, options.seeds)
-    ]
-    runs = [train(name, text, size, 0, level, measures) for name, level in levels.items()]
-    draw(runs, others, options.output)
+    runs = {
+        name: [train(name, text, size, seed, level, measures) for seed in range(options.seeds)]
+        for name, level in levels.items()
+    }
+    draw(runs, options.output)
 
-    print(table([*runs, *others]))
+    print(table([run for level in runs.values() for run in level]))
     print(f"picture: {options.output}")
-    full, *low = runs
-    seeds = [run.held_out for run in (full, *others)]
-    spread, mean = max(seeds) - min(seeds), statistics.fmean(seeds)
+    seeds = [run.held_out for run in runs["O0"]]
+    spread, mean = max(seeds) - min(seeds), mean_loss(runs["O0"])
     print(f"float32 over {len(seeds)} seeds: mean loss {mean:.4f}, spread {spread:.4f}")
-    behind = {run.name: run.held_out - mean for run in low}
-    print(f"O3 is {behind.pop('O3'):.4f} above that mean: small second moments are 0 in float16")
-    if others:
-        failed = {name: by for name, by in behind.items() if not by <= spread}
+    above = {name: mean_loss(level) - mean for name, level in runs.items() if name != "O0"}
+    for name, by in above.items():
+        print(f"{name}: mean loss {by:+.4f} from float32's")
+    del above["O3"]  # small second moments are 0 in float16
+    if options.seeds > 1:
+        failed = {name: by for name, by in above.items() if not by <= spread}
         if failed:
             raise SystemExit(
                 "further above the float32 mean than the spread over seeds: "
                 + ", ".join(f"{name} by {by:.4f}" for name, by in failed.items())
             )
-        print(f"{', '.join(behind)}: above that mean by no more than the spread")
+        print(f"{', '.join(above)}: above that mean by no more than the spread")
     if measures:
-        longest = max(run.largest or 0.0 for run in runs if run.name in behind)
+        longest = max(run.largest or 0.0 for name in above for run in runs[name])
         if not longest <= LONGEST:
             raise SystemExit(f"an update was {longest:.2f} times the learning rate")
-        print(f"{', '.join(behind)}: no update above {LONGEST:g} times the learning rate")
+        print(f"{', '.join(above)}: no update above {LONGEST:g} times the learning rate")
 
 
 if __name__ == "__main__":

@@ -60,57 +60,54 @@ def paddle(system):
     }
 
 
-GUIDES = {
-    "paddle": (
-        "Resuming from a checkpoint of Paddle's",
-        SYSTEMS["paddle"],
-        lambda scale_of, system: scale_of(paddle(system)),
+ADOPTED = {
+    "apex": (
+        SYSTEMS["apex"],
+        lambda page, it: page["scale_of"](
+            "apex", it.scale, it._unskipped, growth_interval=it._scale_seq_len
+        ),
     ),
+    "nnabla": (
+        SYSTEMS["nnabla"],
+        lambda page, it: page["scale_of"]("nnabla", it.scale, it._counter, growth_interval=it.N),
+    ),
+    "paddle": (SYSTEMS["paddle"], lambda page, it: page["scale_of_paddle"](paddle(it))),
     "deepspeed without ZeRO": (
-        "From DeepSpeed",
         DeepSpeed,
-        lambda scale_of, system: scale_of(deepspeed_without_zero(system)),
+        lambda page, it: page["scale_of_deepspeed"](deepspeed_without_zero(it)),
     ),
     "deepspeed": (
-        "From DeepSpeed",
         DeepSpeed,
-        lambda scale_of, system: scale_of(deepspeed_under_zero(system)),
+        lambda page, it: page["scale_of_deepspeed"](deepspeed_under_zero(it)),
     ),
     "deepspeed, consecutive": (
-        "From DeepSpeed",
         ConsecutiveDeepSpeed,
-        lambda scale_of, system: scale_of(deepspeed_under_zero(system)),
+        lambda page, it: page["scale_of_deepspeed"](deepspeed_under_zero(it)),
     ),
     "megatron": (
-        "From Megatron",
         SYSTEMS["megatron"],
-        lambda scale_of, system: scale_of(
-            megatron(system), float(system.growth_interval), system.hysteresis
+        lambda page, it: page["scale_of_megatron"](
+            megatron(it), growth_interval=it.growth_interval, hysteresis=it.hysteresis
         ),
     ),
     "keras": (
-        "From Keras",
         SYSTEMS["keras"],
-        lambda scale_of, system: scale_of(
-            system.scale, system.step_counter, system.dynamic_growth_steps
+        lambda page, it: page["scale_of"](
+            "keras", it.scale, it.step_counter, growth_interval=it.dynamic_growth_steps
         ),
     ),
     "jmp": (
-        "From JAX: jmp, flax, optax",
         SYSTEMS["jmp"],
-        lambda scale_of, system: scale_of(
-            "jmp", system.scale, system.counter, growth_interval=system.period
-        ),
+        lambda page, it: page["scale_of"]("jmp", it.scale, it.counter, growth_interval=it.period),
     ),
     "flax": (
-        "From JAX: jmp, flax, optax",
         SYSTEMS["flax"],
-        lambda scale_of, system: scale_of(
-            "flax", system.scale, system.fin_steps, growth_interval=system.growth_interval
+        lambda page, it: page["scale_of"](
+            "flax", it.scale, it.fin_steps, growth_interval=it.growth_interval
         ),
     ),
 }
-"""The guide, the system, and how the guide's ``scale_of`` is told what the system saved."""
+"""The system, and how its scale is resumed, as the guide's table says."""
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +123,19 @@ def names(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("case", GUIDES)
+@pytest.mark.parametrize("case", ADOPTED)
 @given(window=st.integers(1, 6), hysteresis=st.integers(1, 3), before=histories, after=histories)
 @example(window=2, hysteresis=2, before=[True] * 5, after=[False] * 3 + [True] * 4)
 @example(window=3, hysteresis=3, before=[False, True], after=[True, True, False])
 @example(window=3, hysteresis=2, before=[True] + [False] * 9, after=[False] * 3 + [True] * 2)
 def test_a_scale_continues_as_in_the_other_system(case, names, window, hysteresis, before, after):
-    heading, make, adopted = GUIDES[case]
+    make, adopted = ADOPTED[case]
     if case == "deepspeed without ZeRO":
         hysteresis = 2  # which is not saved
     system = make(2.0**16, window, hysteresis)
     for overflow in before:
         system.update(overflow)
-    scale = adopted(names(heading)["scale_of"], system)
+    scale = adopted(names("The loss scale of a checkpoint"), system)
     for overflow in after:
         scale = scale.next(overflow)
         system.update(overflow)

@@ -71,11 +71,20 @@ class TheirUpdater:
 
 
 def test_nnablas_updater(tmp_path, capsys):
-    names = run("From NNabla", tmp_path)
+    weight_decay = run("From NNabla", tmp_path)["weight_decay"]
+    scale_of = run("The loss scale of a checkpoint", tmp_path)["scale_of"]
     theirs = TheirUpdater(iter(gradients()), 8.0, 20, 1e-4, 1e-4)
     model = Weight()
     optimizer = ampopt.SGD(model.parameters(), lr=1e-4)
-    step = names["updater"](model, mean, optimizer, growth_interval=20)
+    step = ampopt.TrainStep(
+        model,
+        mean,
+        optimizer,
+        DynamicLossScale.like("nnabla", growth_interval=20),
+        precision=ampopt.Precision.like("nnabla-half"),
+        on_gradients=weight_decay,
+        on_overflow="next_batch",
+    )
     batches = (torch.tensor([number]) for number in gradients())
     scales = set()
     for at in range(STEPS):
@@ -85,8 +94,7 @@ def test_nnablas_updater(tmp_path, capsys):
         scales.add(theirs.scale)
         assert model.w.item() == pytest.approx(theirs.w, rel=1e-5), at
         if at == STEPS // 2:  # the rest from what a checkpoint of theirs says
-            saved = {"scale": theirs.scale, "_counter": theirs.counter}
-            step = names["updater"](model, mean, optimizer, saved, growth_interval=20)
+            step.scale = scale_of("nnabla", theirs.scale, theirs.counter, growth_interval=20)
     assert len(scales) > 5
 
 
@@ -121,12 +129,13 @@ class TheirCell:
 
 
 def test_mindspores_cell(tmp_path, capsys):
-    names = run("From MindSpore", tmp_path)
+    ClippedStep = run("From MindSpore", tmp_path)["ClippedStep"]
+    scale_of = run("The loss scale of a checkpoint", tmp_path)["scale_of"]
     theirs = TheirCell(2.0**12, 20, 0.5, 1e-3)
     model = Weight()
     optimizer = ampopt.SGD(model.parameters(), lr=1e-3)
     start = DynamicLossScale.like("mindspore", init_scale=2.0**12, growth_interval=20)
-    cell = names["ClippedStep"](model, mean, optimizer, start, autocast=None, clip=0.5)
+    cell = ClippedStep(model, mean, optimizer, start, autocast=None, clip=0.5)
     skipped = 0
     for at, number in enumerate(gradients()[:STEPS]):
         overflow = theirs(number)
@@ -135,4 +144,7 @@ def test_mindspores_cell(tmp_path, capsys):
         assert result.scale.item() == theirs.loss_scale, at
         assert model.w.item() == pytest.approx(theirs.w, rel=1e-5), at
         skipped += overflow
+        if at == STEPS // 2:  # the rest from what a checkpoint of theirs says
+            finite = theirs.cur_iter - theirs.last_overflow_iter - 1
+            cell.scale = scale_of("mindspore", theirs.loss_scale, finite, growth_interval=20)
     assert skipped > 5
