@@ -32,6 +32,10 @@ class Compiled(Backend):
 
     Sizes, learning rates and all other scalars are arguments of the compiled functions, so nothing
     is ever compiled again for them.
+
+    Results have the bits of the eager backend, but for what ``cpp`` names. One is a NaN that
+    arithmetic makes or passes on: its sign, and which of two NaNs is kept, depend on the order of
+    operands, which C++ compilers choose. Conversions keep the bits of a NaN as torch's do.
     """
 
     name = "compiled"

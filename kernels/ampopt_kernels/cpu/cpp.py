@@ -4,7 +4,8 @@ This is the third implementation of the language that rules are written in, afte
 ``torch_language``. The C++ performs the same operations on elements as ``torch_language`` in the
 same order and precision, each rounded as IEEE 754 requires, so the results are bitwise those of
 the eager backend, given the same numbers ``h``. Exceptions are functions that IEEE 754 does not
-specify, such as the exponential, and the square root of float64: torch calls other libraries.
+specify, such as the exponential, and the square root of float64: torch calls other libraries; and
+the bits of a NaN that arithmetic makes or passes on, as compilers swap operands.
 
 Arithmetic on numbers (``h``, and all of ``Rule.scalars``) is done in float64, with the bits of
 Python's functions.

@@ -102,14 +102,16 @@ static inline float from_float16(uint16_t x) {
     return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
 }
 
-// Rounds to nearest, ties to even: the addition of ``size`` rounds at the last bit of float16.
+// Rounds to nearest, ties to even: the addition of ``size`` rounds at the last bit of float16. A NaN
+// keeps its sign and upper bits, as in the processor's own conversion, and so torch's.
 static inline uint16_t to_float16(float x) {
     const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
     const float size = (math::fabs(x) * 0x1p112f) * 0x1p-110f;
     const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
     const uint32_t b = bits(number((bias >> 1) + 0x07800000u) + size);
     const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
-    return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
+    const uint32_t nan = 0x7E00u | (w >> 13 & 0x3FFu);
+    return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? nan : rounded);
 }
 
 // Up to BLOCK numbers in half precision are converted before and after the loop over elements. In
