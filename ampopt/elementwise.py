@@ -92,7 +92,7 @@ class ElementwiseOptimizer(Optimizer):
     :meth:`check_step`.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
-    :doc:`/guides/master_weights_and_bfloat16`, :doc:`/guides/less_memory` (``state_bits``,
+    :doc:`/guides/precision`, :doc:`/guides/less_memory` (``state_bits``,
     ``master_bits``), :doc:`/guides/how_a_step_runs` and :doc:`/guides/how_ranks_agree`.
 
     Attributes:

@@ -196,17 +196,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in DTYPES
     ]
     print(f"{'':10}{'reward':>8}{'mismatch':>12}{'skipped':>9}  99 % of the reward at step")
-    means = []
     for name in DTYPES:
         of_dtype = [run for run in runs if run.name == name]
         reward = sum(run.rewards[-1] for run in of_dtype) / options.seeds
-        means.append(sum(sum(run.mismatches) for run in of_dtype) / options.steps / options.seeds)
+        mismatch = sum(sum(run.mismatches) for run in of_dtype) / options.steps / options.seeds
         skipped = sum(run.skipped for run in of_dtype)
         learned = ", ".join("-" if (at := run.learned()) is None else str(at) for run in of_dtype)
-        print(f"{name:10}{reward:8.1%}{means[-1]:12.2e}{skipped:9}  {learned}")
+        print(f"{name:10}{reward:8.1%}{mismatch:12.2e}{skipped:9}  {learned}")
     plot(runs, options.output)
     print(f"picture: {options.output}")
-    print(f"the mismatch of bfloat16 is {means[1] / means[0]:.1f} times that of float16")
+    ratios = [
+        sum(other.mismatches) / sum(half.mismatches)
+        for half, other in zip(runs[::2], runs[1::2], strict=True)
+    ]
+    least, most = min(ratios), max(ratios)
+    print(f"by seed, the mismatch of bfloat16 is {least:.1f} to {most:.1f} times that of float16")
 
 
 if __name__ == "__main__":
