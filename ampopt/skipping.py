@@ -1,47 +1,47 @@
 """``skip_when``: skip steps with an unusual gradient norm or loss, decided on the device."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt._step.overflow import Check
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
+from ampopt_kernels.decide import RUNNING, Check, Window
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.skip_checks import CheckSettings
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.watch_statistics import CAUSES
 
 __all__ = ["skip_when"]
 
-_WINDOWS: dict[str, dict[str, Any]] = {
+
+class _System(NamedTuple):
+    """How another system finds outliers.
+
+    Attributes:
+        deviations: its default; ``None`` if it has none.
+        first: the number of the first value that is tested, counted from 1.
+        both_sides: whether values below the mean may be outliers too.
+        window: the last values, of which mean and deviation are computed; also of skipped steps.
+    """
+
+    deviations: float | None
+    first: int
+    both_sides: bool
+    window: Window
+
+
+_SYSTEMS = {
     # OLMo-core, src/olmo_core/optim/skip_step_optimizer.py. If all values, the new one too, are
     # equal, it compares 0/0 with the limit, and skips; here such a step is not skipped.
-    "olmo": {
-        "length": 128,
-        "first": 64,
-        "latest": False,
-        "correction": 1,
-        "both_sides": True,
-        "leaves_out": 0,
-    },
+    "olmo": _System(6.0, 64, True, Window(128, latest=0, correction=1, leaves_out=0)),
     # llm.c, llmc/outlier_detector.h. The first two outliers in a row are not added to the window,
     # the third is. When llm.c removes an outlier from its window, it restores the old value one
     # place too far; that error is not repeated here.
-    "llm.c": {
-        "length": 64,
-        "first": 65,
-        "latest": True,
-        "correction": 0,
-        "both_sides": False,
-        "leaves_out": 2,
-    },
+    "llm.c": _System(None, 65, False, Window(64, latest=1, correction=0, leaves_out=2)),
 }
-_DEVIATIONS = {"olmo": 6.0, "llm.c": None}
 
 
 class skip_when:
@@ -100,7 +100,7 @@ class skip_when:
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
         check_count("warmup", warmup, least=2)
-        self._begin(optimizer, limits, deviations, lambda n: RunningStatistics(n, warmup), warmup)
+        self._begin(optimizer, limits, deviations, warmup, warmup=float(warmup))
 
     @classmethod
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
@@ -126,17 +126,22 @@ class skip_when:
             TypeError: see the class; or an override has another name.
             ValueError: ``name`` is unknown; or see the class.
         """
-        if name not in _WINDOWS:
-            raise ValueError(f"name must be one of {', '.join(map(repr, _WINDOWS))}, got {name!r}")
+        if name not in _SYSTEMS:
+            raise ValueError(f"name must be one of {', '.join(map(repr, _SYSTEMS))}, got {name!r}")
         other_names = overrides.keys() - {"norm_deviations", "loss_deviations"}
         if other_names:
             raise TypeError(f"overrides are norm_deviations and loss_deviations, got {other_names}")
-        usual = _DEVIATIONS[name]
-        deviations = {what: overrides.get(f"{what}_deviations", usual) for what in ("norm", "loss")}
+        system, quantities = _SYSTEMS[name], ("norm", "loss")
+        deviations = {q: overrides.get(f"{q}_deviations", system.deviations) for q in quantities}
         condition = cls.__new__(cls)
-        limits = {"norm": None, "loss": None}
         condition._begin(
-            optimizer, limits, deviations, lambda n: WindowStatistics(n, _WINDOWS[name]), name
+            optimizer,
+            dict.fromkeys(quantities),
+            deviations,
+            name,
+            warmup=system.first - 1.0,
+            both_sides=float(system.both_sides),
+            window=system.window,
         )
         return condition
 
@@ -178,67 +183,29 @@ class skip_when:
     @property
     def needs_norm(self) -> bool:
         """Whether a check needs the gradient norm."""
-        return "norm" in self._quantities
+        return "norm" in self._checks
 
     @property
     def needs_loss(self) -> bool:
         """Whether a check needs the loss."""
-        return "loss" in self._quantities
+        return "loss" in self._checks
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether a check tests a number other than the norm, which ``checks`` has to pass on."""
-        windows = [isinstance(h, WindowStatistics) for h in self._statistics.values()]
-        return self.needs_loss or any(windows)
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether a check reads running statistics."""
-        return any(
-            isinstance(statistics, RunningStatistics) for statistics in self._statistics.values()
-        )
-
-    def checks(
-        self, squares: Tensor | None, loss: Tensor | None, device: torch.device
-    ) -> list[Check]:
-        """The checks of one step.
-
-        Args:
-            squares: sums of squares of parts of the gradients; ``None`` if no check needs the norm.
-            loss: the loss of the step, 0-d, in the widest dtype of ``device``; ``None`` if no check
-                needs it.
-            device: the device on which the step is decided.
-        """
-        checks = []
-        for what in self._quantities:
-            statistics, limit = self._statistics.get(what), self._limits[what] or -1.0
-            cause, of_norm = float(1 + CAUSES.index(what)), float(what == "norm")
-            value = None if of_norm else loss
-            if isinstance(statistics, WindowStatistics):  # evaluated by torch operations
-                if squares is not None and of_norm:
-                    value = squares.sum().sqrt()
-                assert value is not None
-                outlier = statistics.evaluate(value)
-                settings = CheckSettings(cause, 0.5, 0.0, math.inf, of_norm=0.0)
-                then = functools.partial(statistics.update_from, value, outlier)
-                checks.append(Check(settings, outlier.to(widest(device)), then=then))
-            elif isinstance(statistics, RunningStatistics):
-                settings = CheckSettings(
-                    cause, limit, statistics.deviations, statistics.warmup, of_norm
-                )
-                checks.append(Check(settings, value, statistics.numbers_on(device)))
-            else:
-                settings = CheckSettings(cause, limit, 0.0, math.inf, of_norm)
-                checks.append(Check(settings, value))
-        return checks
+    def checks(self, device: torch.device) -> list[Check]:
+        """The checks of a step that is decided on ``device``."""
+        return [
+            check
+            if (statistics := self._statistics.get(what)) is None
+            else check._replace(statistics=statistics.numbers_on(device))
+            for what, check in self._checks.items()
+        ]
 
     def _begin(
         self,
         optimizer: Optimizer,
         limits: Mapping[str, float | None],
         deviations: Mapping[str, float | None],
-        make_statistics: Any,
-        settings: Any,
+        arguments: Any,
+        **of_deviations: Any,
     ) -> None:
         """Check the arguments, and make this the check of ``optimizer``.
 
@@ -246,8 +213,8 @@ class skip_when:
             optimizer: the optimizer to skip steps of.
             limits: by ``"norm"`` and ``"loss"``, the largest value; ``None`` for no limit.
             deviations: by the same names, the largest deviation; ``None`` for no limit.
-            make_statistics: makes the statistics of one value from its number of deviations.
-            settings: the other arguments, for comparison between ranks.
+            arguments: the other arguments, for comparison between ranks.
+            of_deviations: attributes of each :class:`Check` that tests deviations.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -265,12 +232,19 @@ class skip_when:
             _check_limit(f"{what}_deviations", deviations[what])
         self._limits = limits
         self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
-        self.settings = repr((self.limits, settings))
-        self._statistics: dict[str, Statistics] = {
-            what: make_statistics(n) for what, n in deviations.items() if n is not None
-        }
-        self._quantities = [w for w in ("norm", "loss") if limits[w] or w in self._statistics]
-        if not self._quantities:
+        self.settings = repr((self.limits, arguments))
+        self._checks: dict[str, Check] = {}
+        self._statistics: dict[str, Statistics] = {}
+        for what in ("norm", "loss"):
+            check = Check(1.0 + CAUSES.index(what), float(what == "norm"), limits[what] or -1.0)
+            if (n := deviations[what]) is not None:
+                check = check._replace(deviations=n, **of_deviations)
+                size = RUNNING if check.window is None else 2 + int(check.window.length)
+                self._statistics[what] = Statistics(size)
+            elif limits[what] is None:
+                continue
+            self._checks[what] = check
+        if not self._checks:
             raise ValueError(
                 "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
             )
@@ -293,7 +267,10 @@ def _check_limit(name: str, value: Any) -> None:
 
 
 class Statistics:
-    """Statistics of earlier steps: one vector on the device, which is written in place."""
+    """Statistics of earlier steps: one vector on the device, which a step writes in place.
+
+    :mod:`ampopt_kernels.decide` says what the numbers are.
+    """
 
     def __init__(self, size: int) -> None:
         """Start with ``size`` zeros, on the CPU until the first value is checked."""
@@ -323,80 +300,3 @@ class Statistics:
     def load(self, state: Sequence[float]) -> None:
         """Replace the numbers by ``state``, which :meth:`state_dict` returned."""
         self._numbers.copy_(torch.tensor(state, dtype=torch.float64))
-
-
-class RunningStatistics(Statistics):
-    """Count, mean and sum of squared deviations over all steps that were applied.
-
-    :mod:`ampopt_kernels.skip_checks` reads and updates the three numbers.
-    """
-
-    def __init__(self, deviations: float, warmup: int) -> None:
-        """Start without any value.
-
-        Args:
-            deviations: a value is an outlier if it is more than this number of standard deviations
-                above the mean.
-            warmup: the number of applied steps before which no value is an outlier; at least 2.
-        """
-        super().__init__(3)
-        self.deviations, self.warmup = deviations, warmup
-
-
-class WindowStatistics(Statistics):
-    """Mean and standard deviation over a window of the last steps, also skipped ones.
-
-    Other systems compute them so. The vector has the number of values so far, the number of
-    consecutive outliers, and a ring buffer of the last values.
-    """
-
-    def __init__(self, deviations: float, settings: Mapping[str, Any]) -> None:
-        """Start with an empty window.
-
-        Args:
-            deviations: a value is an outlier if it is more than this number of standard deviations
-                from the mean.
-            settings: the rules of the other system: ``length``, the number of values in the window;
-                ``first``, the number of the first value that is tested, counted from 1; ``latest``,
-                whether the window includes the tested value; ``correction``, what is subtracted
-                from the number of values in the variance; ``both_sides``, whether values below the
-                mean may be outliers too; ``leaves_out``, how many consecutive outliers are not
-                added to the window.
-        """
-        super().__init__(2 + settings["length"])
-        self._deviations, self._settings = deviations, settings
-
-    def _with(self, value: Tensor) -> Tensor:
-        """The ring buffer, in which ``value`` replaces the oldest value."""
-        ring = self._numbers[2:]
-        at = torch.arange(len(ring), device=ring.device) == self._numbers[0] % len(ring)
-        return torch.where(at, value, ring)
-
-    def evaluate(self, value: Tensor) -> Tensor:
-        """Whether ``value``, a 0-d tensor, is an outlier: bool, 0-d. Changes nothing."""
-        settings, count = self._settings, self.numbers_on(value.device)[0]
-        ring = self._with(value) if settings["latest"] else self._numbers[2:]
-        n_values = (count + settings["latest"]).clamp(max=len(ring))
-        is_used = torch.arange(len(ring), device=ring.device) < n_values
-        mean = torch.where(is_used, ring, 0.0).sum() / n_values
-        squares = torch.where(is_used, (ring - mean).square(), 0.0).sum()
-        deviation = (squares / (n_values - settings["correction"])).sqrt()
-        away = (value - mean).abs() if settings["both_sides"] else value - mean
-        usual = away <= self._deviations * deviation  # NaN is an outlier
-        return (count + 1 >= settings["first"]) & ~usual
-
-    def update_from(self, value: Tensor, is_outlier: Tensor, finite: Tensor) -> None:
-        """Add ``value`` to the window, unless it is one of the outliers that are not added.
-
-        Changes nothing if ``value`` is not finite.
-
-        Args:
-            value: the value, 0-d.
-            is_outlier: the result of :meth:`evaluate` for ``value``.
-            finite: whether no gradient overflowed, bool, 0-d; if one did, nothing changes.
-        """
-        in_a_row = (self._numbers[1] + 1) * is_outlier
-        is_added = ~is_outlier | (in_a_row > self._settings["leaves_out"])
-        numbers = torch.stack([self._numbers[0] + is_added, in_a_row])
-        new = torch.cat([numbers, torch.where(is_added, self._with(value), self._numbers[2:])])
-        self._numbers.copy_(torch.where(finite & value.isfinite(), new, self._numbers))

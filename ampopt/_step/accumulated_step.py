@@ -59,9 +59,11 @@ def end_cycles(
     """
     groups = [group for each in sums for group in each.groups]
     refuse_sparse(groups)
-    uploads, causes = sums[0].uploads, request.causes
+    uploads, causes, loss = sums[0].uploads, request.causes, request.loss
     # The step measures the norm of the sums, and the skip conditions are evaluated below.
-    request = replace(request, max_norm=None, write=False, apply=False, measure=False, causes=())
+    request = replace(
+        request, max_norm=None, write=False, apply=False, measure=False, causes=(), loss=None
+    )
     if any(each.cycle is not None and each.cycle.is_checked for each in sums):
         request = replace(request, check=True)
     closed_cycles = [each.close(request, agreement) for each in sums]
@@ -75,7 +77,7 @@ def end_cycles(
     if decision is None or overflow is None or not causes:
         return decision
     with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
-    causes_request = Request(found_inf=decision.found_inf, causes=causes)
+    causes_request = Request(found_inf=decision.found_inf, causes=causes, loss=loss)
     causes_decision: Any = check_and_unscale_params(
         with_grads,
         causes_request,

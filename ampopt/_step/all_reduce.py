@@ -416,13 +416,6 @@ class FlagAllReduce:
         overflows = self.rows[:, Column.OVERFLOW].to(found_inf.dtype)
         return torch.where(overflows.amax() > 0, overflows[self.agreement.place], found_inf)
 
-    @property
-    def loss(self) -> Tensor | None:
-        """The mean of the losses that ranks passed: 0-d; ``None`` if no cause needs the loss."""
-        if self.rows is None or not any(cause.needs_loss for cause, _ in self.request.causes):
-            return None
-        return self.rows[:, Column.LOSS].sum() / self.rows[:, Column.GIVES_LOSS].sum()
-
     def __call__(self, partials: Partials, flag: Tensor | None, device: torch.device) -> Partials:
         """The overflow flag and squared norm of all ranks; see :meth:`Agreement.exchange`.
 
@@ -432,7 +425,8 @@ class FlagAllReduce:
             device: the device on which the step is decided.
 
         Returns:
-            One flag, and one squared norm if ``partials`` has any.
+            One flag, one squared norm if ``partials`` has any, and the mean of the losses that
+            ranks passed if a cause needs the loss.
         """
         rows = self.agreement.exchange(
             self.request, self.call, partials, flag, device, present=self.present
@@ -440,8 +434,11 @@ class FlagAllReduce:
         self.rows, overflows = rows, rows[:, Column.OVERFLOW]
         by_ranks = (self.agreement.rank_flags(overflows),)
         squares = None if partials.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
+        loss = None
+        if any(cause.needs_loss for cause in self.request.causes):
+            loss = rows[:, Column.LOSS].sum() / rows[:, Column.GIVES_LOSS].sum()
         if backend_for(device).host_sees:
             overflowed = any(overflows.tolist())
-            return Partials([overflowed], squares, by_ranks if overflowed else ())
+            return Partials([overflowed], squares, by_ranks if overflowed else (), loss)
         one = overflows.amax(0, keepdim=True).clamp(max=1.0).to(torch.float32)
-        return Partials(one, squares, by_ranks)
+        return Partials(one, squares, by_ranks, loss)

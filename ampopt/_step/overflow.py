@@ -1,27 +1,22 @@
 """Checks the gradients of one or several optimizers of any class for inf/NaN; unscales them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt._step import gradients, ranks
 from ampopt._step.all_reduce import FlagAllReduce, flag_all_reduce
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.devices import to_device
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.skip_checks import CheckSettings, SkipChecks
 from ampopt_kernels.step import run
-from ampopt_kernels.tensors import dense_like, overlaps_itself, sharing_memory, widest
+from ampopt_kernels.tensors import dense_like, overlaps_itself, sharing_memory
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
-    "Check",
-    "SkipCauses",
     "check_and_unscale",
     "check_and_unscale_params",
     "decide",
@@ -136,14 +131,14 @@ def check_and_unscale_params(
 
 
 def decide(works: list[Work], request: Request) -> Decision:
-    """Run ``request`` on ``works``, with its skip conditions if it has any.
+    """Run ``request`` on ``works``; also compute the norm if a skip condition or a watch needs it.
 
     With several ranks, a ``measure`` of the norm is of the gradients of all ranks.
     """
-    if request.measure and request.agree is not None and request.max_norm is None:
-        request = replace(request, max_norm=float("inf"))  # which clips nothing
-    if request.causes and request.check:
-        return SkipCauses(request).run(works)
+    if request.max_norm is None and (request.causes or request.measure):
+        of_causes = request.check and any(cause.needs_norm for cause in request.causes)
+        if of_causes or (request.measure and request.agree is not None):
+            request = replace(request, max_norm=float("inf"))  # which clips nothing
     return run(backend_for, works, request)
 
 
@@ -181,111 +176,3 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
                 return param.device
             first = param if first is None else first
     return None if first is None else first.device
-
-
-class Check(NamedTuple):
-    """One check of a step by an :class:`ampopt.skip_when`.
-
-    Attributes:
-        settings: the cause that is reported, and the limits.
-        value: the value to check, a 0-d tensor of the device's ``widest`` dtype; ``None`` for the
-            norm of the gradients.
-        statistics: the running statistics, of shape (3,) and the same dtype; see
-            :class:`ampopt_kernels.skip_checks.SkipChecks`. ``None`` if the check has none.
-        then: called after the decision with a 0-d bool tensor: whether no gradient overflowed.
-    """
-
-    settings: CheckSettings
-    value: Tensor | None = None
-    statistics: Tensor | None = None
-    then: Callable[[Tensor], None] | None = None
-
-
-class SkipCauses:
-    """Evaluates skip conditions (``skip_when``) between the check for inf/NaN and the decision.
-
-    A condition that holds skips the step; the scale is updated from overflows alone.
-    """
-
-    def __init__(self, request: Request) -> None:
-        """Store ``request``, whose ``causes`` are the skip conditions."""
-        self._request = request
-        self._works: Sequence[Work] = ()
-        self._cause: Tensor | None = None
-
-    def run(self, works: Sequence[Work]) -> Decision:
-        """Run ``works``; where a skip condition held, leave the scale as it was."""
-        request, self._works = self._request, works
-        measures = any(cause.needs_norm for cause, _ in request.causes)
-        max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
-        device = works[0].device
-        backend_for(device).prepare_checks(
-            device,
-            request.found_inf if request.agree is None else None,  # the all-reduce includes it
-            norm=max_norm is not None,
-            values=any(cause.needs_values for cause, _ in request.causes),
-            statistics=any(cause.needs_statistics for cause, _ in request.causes),
-        )
-        decision = run(backend_for, works, replace(request, agree=self, max_norm=max_norm))
-        cause = self._cause
-        assert cause is not None
-        return replace(decision, cause=cause).with_schedule_where(cause == 0, request)
-
-    def __call__(self, partials: Partials, flag: Tensor | None, device: torch.device) -> Partials:
-        """All-reduce ``partials`` and raise its flags if a skip condition holds.
-
-        ``ampopt_kernels.step`` calls this between the check and the decision.
-
-        Args:
-            partials: the flags and squared norms of this rank.
-            flag: a flag from an earlier check; ``None`` without one.
-            device: the device of the decision.
-        """
-        all_reduce: Any = self._request.agree  # a FlagAllReduce
-        loss_of_all = None
-        if all_reduce is not None:
-            partials, flag = all_reduce(partials, flag, device), None
-            loss_of_all = all_reduce.loss
-        checks: list[Check] = []
-        for cause, loss in self._request.causes:
-            if loss_of_all is not None:
-                loss = loss_of_all
-            elif loss is not None:
-                loss = to_device(loss.detach().reshape(()), device, widest(device))
-            checks += cause.checks(partials.squares, loss, device)
-        old_statistics = [check.statistics for check in checks]
-        together = self._together(checks, device)
-        result = backend_for(device).find_cause(partials, flag, together)
-        if together.statistics is not None and len(checks) > 1:
-            pairs = zip(old_statistics, together.statistics.unbind(), strict=True)
-            rows = [(old, new) for old, new in pairs if old is not None]
-            copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy([old for old, _ in rows], [new for _, new in rows])
-        then = [check.then for check in checks if check.then is not None]
-        if then:
-            finite = (result.flag.reshape(()) <= 0) | (result.cause > 0)
-            for update in then:
-                update(finite)
-        self._cause = result.cause
-        return Partials(result.flag, result.squares, partials.reports)
-
-    def _together(self, checks: Sequence[Check], device: torch.device) -> SkipChecks:
-        """All of ``checks``, each a row of the tensors."""
-        numbers = [number for check in checks for number in check.settings]
-        uploads = self._works[0].uploads
-        settings = uploads.get("skip checks", numbers, widest(device), device)
-        return SkipChecks(
-            settings.view(len(checks), -1),
-            _stack_rows([check.value for check in checks]),
-            _stack_rows([check.statistics for check in checks]),
-        )
-
-
-def _stack_rows(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors as rows of one, with some other row where there is none; a view if of one."""
-    anything = next((row for row in rows if row is not None), None)
-    if anything is None:
-        return None
-    if len(rows) == 1:
-        return anything.unsqueeze(0)
-    return torch.stack([anything if row is None else row for row in rows])

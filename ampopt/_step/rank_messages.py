@@ -98,17 +98,16 @@ def row_of(
     """The row of this rank, without what :func:`local_results` has."""
     limits, causes = (NOT_GIVEN,) * 4, 0
     if request.causes:
-        causes_of_step = [cause for cause, _ in request.causes]
         limits = tuple(
-            map(_smallest, zip(*(cause.limits for cause in causes_of_step), strict=True))
+            map(_smallest, zip(*(cause.limits for cause in request.causes), strict=True))
         )
-        causes = digest(sorted(cause.settings for cause in causes_of_step))
+        causes = digest(sorted(cause.settings for cause in request.causes))
     return (
         0.0,
         _NOT_ASKED,
         float(present),
         0.0,
-        float(any(loss is not None for _, loss in request.causes)),
+        float(request.loss is not None),
         0.0,
         0.0,
         0.0,
@@ -168,9 +167,8 @@ def local_results(
         results[Column.SQUARES] = partials.squares.sum()
     if request.scale is not None:
         results[Column.SCALE] = to_device(request.scale.reshape(()), device)
-    for _, loss in request.causes:
-        if loss is not None:
-            results[Column.LOSS] = to_device(loss.detach().reshape(()), device)
+    if request.loss is not None:
+        results[Column.LOSS] = to_device(request.loss.detach().reshape(()), device)
     return results
 
 

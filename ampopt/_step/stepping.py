@@ -251,20 +251,19 @@ class StepStrategy(RefersToOptimizer, ABC):
         if self.watch is not None and not (earlier is not None and earlier.measured):
             request = replace(request, measure=True)
         if self.causes and request.check:
-            known_causes = [cause for cause, _ in request.causes]
-            new_causes = ((c, self._loss_for(c)) for c in self.causes if c not in known_causes)
+            new_causes = (cause for cause in self.causes if cause not in request.causes)
             request = replace(request, causes=(*request.causes, *new_causes))
+            if any(cause.needs_loss for cause in self.causes):
+                request = replace(request, loss=self._loss_for_causes())
         return request
 
-    def _loss_for(self, cause: Any) -> Tensor | None:
-        """The loss for ``cause``; ``None`` if it needs none, or other ranks supply theirs.
+    def _loss_for_causes(self) -> Tensor | None:
+        """The loss of the step; ``None`` if other ranks supply theirs.
 
         Raises:
             RuntimeError: no process group is known, and this rank has no loss; or there are several
                 ranks, and nothing says which of them train the same model.
         """
-        if not cause.needs_loss:
-            return None
         if self.agreement() is None:
             if self.loss is None:
                 raise RuntimeError(

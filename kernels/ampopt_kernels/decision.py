@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.decide import Check
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.policy import PolicyConstants
@@ -56,8 +57,10 @@ class Request:
             :class:`GradientReport`.
         earlier_decision: the decision that ``unscale`` made about the same gradients before this
             step, if there is one.
-        causes: further skip conditions (:func:`ampopt.skip_when`), each with the loss if it needs
-            the loss: one element.
+        causes: further skip conditions (:func:`ampopt.skip_when`), each with a method
+            ``checks(device)`` that returns its :class:`~ampopt_kernels.decide.Check` objects. They
+            are evaluated if ``check``.
+        loss: the loss of the step, if a cause needs it: one element.
     """
 
     scale: Tensor | None = None
@@ -75,7 +78,13 @@ class Request:
     agree_on_lines: AgreeOnLines | None = None
     measure: bool = False
     earlier_decision: "Decision | None" = None
-    causes: tuple[tuple[Any, Tensor | None], ...] = ()
+    causes: tuple[Any, ...] = ()
+    loss: Tensor | None = None
+
+    def checks(self, device: torch.device) -> list[Check]:
+        """The checks of all causes, with their statistics on ``device``."""
+        causes = self.causes if self.check else ()
+        return [check for cause in causes for check in cause.checks(device)]
 
     @property
     def needs_agreement(self) -> bool:
@@ -97,11 +106,14 @@ class Partials:
             (chunks,); 0 for rows that are not ``in_norm``. ``None`` if no norm was requested.
         reports: for each device, which parameter each chunk belongs to; after an all-reduce, also
             which ranks overflowed. Empty if the host knows that no gradient overflowed.
+        loss: the mean of the losses of all ranks, 0-d, after an all-reduce of a step whose causes
+            need it; else ``None``.
     """
 
     flags: Tensor | list[bool]
     squares: Tensor | None
     reports: tuple[GradientReport | RankFlags, ...] = ()
+    loss: Tensor | None = None
 
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""

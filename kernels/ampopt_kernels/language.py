@@ -36,6 +36,7 @@ __all__ = [
     "sqrt_rn",
     "steps_above",
     "tl",
+    "total",
     "up_or_down",
 ]
 
@@ -290,3 +291,9 @@ def power(base, exponent):
     for i in tl.static_range(14):
         above_1 = (1.0 + above_1) * (x * (1.0 / (14 - i)))
     return tl.where(positive, tl.where(near, 1.0 + above_1, tl.exp2(exponent2)), 0.0)
+
+
+@jit
+def total(x):
+    """The sum of a block, for functions of scalars that are not rules."""
+    return tl.sum(x, 0)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.decide import RUNNING, Check, decide
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.policy import next_scale
 from ampopt_kernels.row_column_states import LineSums
-from ampopt_kernels.skip_checks import FoundCause, SkipChecks, find_cause
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
@@ -32,8 +31,8 @@ from ampopt_kernels.work import Work
 
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
 
-_next_scale = torch_language.bind(next_scale)
-_next_scale_on_numbers = torch_language.bind(next_scale, torch_language.on_numbers)
+_decide = torch_language.bind(decide, torch_language.of_scalars)
+_decide_on_numbers = torch_language.bind(decide, torch_language.on_numbers)
 _filled = functools.partial(torch.full, ())  # of one number: half the time of torch.tensor
 
 
@@ -59,31 +58,12 @@ class Backend(ABC):
         """Run the part of :meth:`detect`, :meth:`accumulate` and :meth:`control` that may fail.
 
         Called for the works of all devices if something is written before control has decided:
-        gradients, their sums, or the statistics of skip checks.
+        gradients, their sums, or the statistics of skip conditions.
 
         Args:
             work: the rows and gradients of one device.
             request: has ``write``, ``accumulate`` or ``causes``.
             decides: whether :meth:`control` makes the decision with this work.
-        """
-
-    def prepare_checks(  # noqa: B027
-        self,
-        device: torch.device,
-        found_inf: Tensor | None,
-        *,
-        norm: bool,
-        values: bool,
-        statistics: bool,
-    ) -> None:
-        """Run the part of :meth:`find_cause` that may fail, before anything changes.
-
-        Args:
-            device: the device of the checks.
-            found_inf: as for :meth:`find_cause`, a tensor of the same dtype at least.
-            norm: whether the sum of squares of the gradients is passed.
-            values: whether ``checks.values`` is passed.
-            statistics: whether ``checks.statistics`` is passed.
         """
 
     @abstractmethod
@@ -103,72 +83,77 @@ class Backend(ABC):
         """
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
-        """Decide whether to skip, and compute clip coefficient and next scale.
+        """Decide whether to skip, the clip coefficient and the next scale: see :func:`decide`.
 
         By torch operations on 0-d tensors of the device, or on Python numbers if :attr:`host_sees`.
+        Updates the statistics of the skip conditions of ``request``.
         A backend that overrides this may advance the scalar states of ``work`` too, if
         ``request.apply``.
         """
         device, on_host = work.device, self.host_sees
         read = Tensor.item if on_host else widened
-        where: Any = torch_language.on_numbers.where if on_host else torch_language.where
         make: Any = _filled if on_host else as_tensor
 
-        found_inf: Any = 0.0
+        flag: Any = 0.0
         if request.check and partials is not None:
             flags = partials.flags
             if isinstance(flags, list):
-                found_inf = float(any(flags))
+                flag = float(any(flags))
             elif flags.numel():
-                found_inf = read(flags.max())
-        if request.found_inf is not None:
-            flag = read(request.found_inf)
-            found_inf = where(flag > 0, flag, found_inf)
-        inverse: Any = 1.0
-        if request.scale is not None:
-            value = read(request.scale)
-            inverse = reciprocal(value)
-            if request.check:
-                usable = (value > 0) & (value < float("inf"))
-                found_inf = where(usable, found_inf, 1.0)
-        if request.write:  # detect has stored the gradients unscaled
-            inverse = 1.0
-        skip = found_inf if request.drop else 0.0
-
-        norm, coefficient = None, 1.0
+                flag = read(flags.max())
+        external = None if request.found_inf is None else read(request.found_inf)
+        scale = None if request.scale is None else read(request.scale)
+        inverse: Any = 1.0  # if detect has stored the gradients unscaled
+        if scale is not None and not request.write:
+            inverse = reciprocal(scale)
+        growth = budget = None
+        if request.counters is not None:
+            read_all = Tensor.tolist if on_host else _unbound  # one copy for both counters
+            growth, budget = read_all(request.counters)
+        norm = wide_norm = None
         if request.max_norm is not None and partials is not None:
             assert partials.squares is not None
-            norm = partials.squares.sum().sqrt()
-            if request.max_norm < float("inf"):  # an infinite limit only measures the norm
-                coefficient = request.max_norm / (read(norm) + 1e-6)
-                coefficient = where(coefficient > 1.0, 1.0, coefficient)  # keeps NaN
-            norm = norm.to(torch.float64 if work.float64 else torch.float32)
+            wide_norm = partials.squares.sum().sqrt()
+            norm = wide_norm.to(torch.float64 if work.float64 else torch.float32)
+            wide_norm = read(wide_norm)
+        loss = None if request.loss is None else read(request.loss)
+        checks, inputs = [], []  # of the skip conditions
+        if request.causes:
+            checks = request.checks(device)
+            inputs = [_read(check, on_host) for check in checks]
+        decides = _decide if checks or not on_host else _decide_on_numbers
+        found_inf, skip, clip, cause, scheduled, statistics = decides(
+            *(flag, external, scale, growth, budget, request.policy),
+            *(wide_norm, request.max_norm, loss, inputs),
+            *(request.check, request.drop),
+        )
+        for check, new in zip(checks, statistics, strict=True):
+            _write(check, new)
+        if on_host:  # a check with a window is evaluated on tensors
+            found_inf, skip, clip, cause = map(float, (found_inf, skip, clip, cause))
+            scheduled = tuple(map(float, scheduled))
 
-        scale = counters = None
-        if request.policy is not None:
-            assert request.scale is not None and request.counters is not None
-            read_all = Tensor.tolist if on_host else _unbound  # one copy for both counters
-            last = read(request.scale), *read_all(request.counters)
-            advance = _next_scale_on_numbers if on_host else _next_scale
-            new = advance(*last, found_inf, request.policy)
-            scale = make(new[0], dtype=request.scale.dtype, device=device)
+        next_scale = counters = None
+        if scheduled:
+            assert request.scale is not None
+            next_scale = make(scheduled[0], dtype=request.scale.dtype, device=device)
             if request.scale.ndim:
-                scale = scale.reshape(request.scale.shape)
+                next_scale = next_scale.reshape(request.scale.shape)
             make_all = torch.tensor if on_host else as_tensor
-            counters = make_all(new[1:], dtype=torch.int32, device=device)
-
-        coefficients: Any = Coefficients(skip, inverse, coefficient)
+            counters = make_all(scheduled[1:], dtype=torch.int32, device=device)
+        coefficients: Any = Coefficients(skip, inverse, clip)
         if not on_host:
             coefficients = as_tensor(coefficients, widest(device), device)
         return Decision(
             found_inf=make(found_inf, dtype=torch.float32, device=device),
             coefficients=coefficients,
             norm=norm,
-            scale=scale,
+            scale=next_scale,
             counters=counters,
             reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
+            cause=make(cause, dtype=widest(device), device=device) if checks else None,
         )
 
     @abstractmethod
@@ -192,16 +177,6 @@ class Backend(ABC):
 
         Advances the scalar states first, unless control did: then ``decision.h`` is set.
         """
-
-    def find_cause(
-        self, partials: Partials, found_inf: Tensor | None, checks: SkipChecks
-    ) -> FoundCause:
-        """Check norm and loss of a step; see :func:`ampopt_kernels.skip_checks.find_cause`.
-
-        On the device of ``checks``.
-        """
-        flags = partials.flags_on(checks.settings.device)
-        return find_cause(flags, partials.squares, found_inf, checks)
 
     def note(
         self,
@@ -258,6 +233,8 @@ def run(
             partials = replace(reduced, reports=(*partials.reports, *reduced.reports))
             if request.check:  # if not, it was not all-reduced: every rank has the same flag
                 first_request = replace(first_request, found_inf=None)
+            if reduced.loss is not None:
+                first_request = replace(first_request, loss=reduced.loss)
     decision = backends[0].control(first, first_request, partials)
     if request.apply:
         decisions = [decision]
@@ -290,12 +267,12 @@ def run(
 
 
 def _on(device: torch.device, request: Request) -> Request:
-    """``request`` with scale and ``found_inf`` copied to ``device``."""
-    scale, flag = request.scale, request.found_inf
-    if (scale is None or scale.device == device) and (flag is None or flag.device == device):
-        return request
-    there = [None if x is None else to_device(x, device) for x in (scale, flag)]
-    return replace(request, scale=there[0], found_inf=there[1])
+    """``request`` with scale, ``found_inf`` and loss copied to ``device``."""
+    for name in ("scale", "found_inf", "loss"):
+        tensor = getattr(request, name)
+        if tensor is not None and tensor.device != device:
+            request = replace(request, **{name: to_device(tensor, device)})
+    return request
 
 
 def _joined(parts: list[Partials], device: torch.device) -> Partials:
@@ -320,6 +297,25 @@ def reciprocal(value: Any) -> Any:
 def widened(tensor: Tensor) -> Tensor:
     """``tensor``, of one element, as a 0-d tensor of the widest dtype of its device."""
     return tensor.detach().reshape(()).to(widest(tensor.device))
+
+
+def _read(check: Check, on_host: bool) -> tuple[Any, ...]:
+    """Settings and statistics of ``check``, as :func:`decide` takes them."""
+    numbers = check.statistics
+    if numbers is None:
+        return check.settings, ()
+    if len(numbers) == RUNNING:
+        return check.settings, tuple(numbers.tolist() if on_host else numbers.unbind())
+    ring = numbers[2:]
+    places = torch.arange(len(ring), dtype=ring.dtype, device=ring.device)
+    return check.settings, (numbers[0], numbers[1], ring, places)
+
+
+def _write(check: Check, statistics: tuple[Any, ...]) -> None:
+    """Replace the statistics of ``check`` by those that :func:`decide` has returned."""
+    if check.statistics is not None:
+        parts = (torch.as_tensor(part).to(check.statistics) for part in statistics[:RUNNING])
+        check.statistics.copy_(torch.cat([part.reshape(-1) for part in parts]))
 
 
 def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:

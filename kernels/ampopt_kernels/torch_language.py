@@ -181,6 +181,7 @@ HELPERS = {
     "maximum": _maximum,
     "minimum": _minimum,
     "sqrt_rn": sqrt,
+    "total": torch.sum,
 }
 """Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
 others."""
@@ -235,7 +236,7 @@ class _OnNumbers:
     def __init__(self) -> None:
         """Take the ``on_number`` of each function."""
         vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
-        self.where = lambda condition, a, b: a if _holds(condition) else b
+        self.where = lambda c, a, b: a if c is True or (c is not False and _holds(c)) else b
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,8 @@ import torch
 
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
-from ampopt_kernels.decision import Partials, Request
+from ampopt_kernels.decide import LONGEST_WINDOW, RUNNING, Check, Window
+from ampopt_kernels.decision import Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.low_bits import LOW_BITS
@@ -40,7 +41,6 @@ from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.skip_checks import SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
@@ -187,12 +187,29 @@ class Report:
         if self.error:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
-        if self.kernel in ("control", "skip_checks", "sum", "watch"):
+        if self.kernel in ("control", "sum", "watch"):
             return (
                 line  # these read a few numbers for each parameter, and have no loop to report on
             )
         vectorized = "yes" if self.vectorized else "no"
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
+
+
+class _Checks:
+    """A skip condition with a check of every kind, in place of an ``ampopt.skip_when``."""
+
+    def checks(self, device: torch.device) -> list[Check]:
+        """One check of each kind; see :attr:`Request.causes`."""
+        running, window = (
+            torch.zeros(n, dtype=torch.float64, device=device)
+            for n in (RUNNING, 2 + LONGEST_WINDOW)
+        )
+        last = Window(LONGEST_WINDOW, latest=0, correction=1, leaves_out=0)
+        return [
+            Check(2.0, of_norm=1.0, limit=1.0),
+            Check(2.0, of_norm=1.0, deviations=1.0, warmup=2.0, statistics=running),
+            Check(3.0, of_norm=0.0, deviations=1.0, window=last, statistics=window),
+        ]
 
 
 def launches(case: Case) -> list[RecordedLaunch]:
@@ -261,7 +278,14 @@ def launches(case: Case) -> list[RecordedLaunch]:
         "unscale": Request(scale=scale, write=True, apply=False),
         "unaligned": Request(scale=scale),
         "watched": Request(scale=scale, measure=True),
-        "skip checks": Request(scale=scale, max_norm=1.0),
+        "skip checks": Request(
+            scale=scale,
+            max_norm=1.0,
+            policy=scaled.policy,
+            counters=scaled.counters,
+            causes=(_Checks(),),
+            loss=torch.zeros(()),
+        ),
         "by chance": Request(check=False),
         "by chance in columns": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
@@ -281,10 +305,6 @@ def launches(case: Case) -> list[RecordedLaunch]:
         (report,) = (part for part in decision.reports if isinstance(part, GradientReport))
         where = (zeros(1, 1, work.device), attempt, report, [ChunkRange(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
-    if case.request == "skip checks":
-        numbers = torch.zeros(1, 5, dtype=torch.float64)
-        partials = Partials(torch.zeros(1), numbers[0])
-        backend.find_cause(partials, scale, SkipChecks(numbers, numbers[0], numbers[:, :3]))
     return recordings
 
 

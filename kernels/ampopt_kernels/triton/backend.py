@@ -13,13 +13,12 @@ from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.native import objects
 from ampopt_kernels.row_column_states import LineSums
-from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel, accumulate_launches
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
-from ampopt_kernels.triton.launch import PARTS, ROWS, Launcher, launch, tensor_or
+from ampopt_kernels.triton.launch import ROWS, Launcher, launch
 from ampopt_kernels.triton.lines import Lines, advance_row_column_states, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import (
     count_terms,
@@ -28,7 +27,6 @@ from ampopt_kernels.triton.reduce import (
     sum_arguments,
     sum_kernel,
 )
-from ampopt_kernels.triton.skip_checks import skip_checks_kernel
 from ampopt_kernels.triton.table import Table, hyper_table
 from ampopt_kernels.triton.update import update_kernel, update_launches
 from ampopt_kernels.triton.watch import watch_kernel
@@ -94,13 +92,15 @@ class Triton(Backend):
         if not self._compiles:
             return
         table = Table.of(work)
-        tensors = (request.scale, request.found_inf)
+        tensors = (request.scale, request.found_inf, request.loss)
+        statistics = (check.statistics for check in request.checks(work.device))
         kind = (
             *(work.device, decides, table.columns, work.float64),
             *((group.like.kind, group.align) for group in table.launches),
             *(request.accumulate, request.write, request.measure, request.max_norm is None),
             *(request.check, request.drop, request.policy is None, request.agree is None),
             *(None if tensor is None else tensor.dtype for tensor in tensors),
+            tuple(None if tensor is None else tensor.numel() for tensor in statistics),
             request.apply and (work.rule, table.flag_sets, work.scalar_dtypes, len(work.hyper[0])),
         )
         if kind in self._prepared:
@@ -114,28 +114,6 @@ class Triton(Backend):
                     request, found_inf=None
                 )  # the ranks' common flag includes this one
             compiling.control(work, request, partials)
-        self._prepared.add(kind)
-
-    def prepare_checks(
-        self,
-        device: torch.device,
-        found_inf: Tensor | None,
-        *,
-        norm: bool,
-        values: bool,
-        statistics: bool,
-    ) -> None:
-        """See :meth:`Backend.prepare_checks`. Compiles by launching 0 programs."""
-        dtype = None if found_inf is None else found_inf.dtype
-        kind = (device, dtype, norm, values, statistics)
-        if not self._compiles or kind in self._prepared:
-            return
-        numbers = torch.empty((1, 5), dtype=torch.float64, device=device)  # in place of every table
-        self._compiling().find_cause(
-            Partials(torch.empty(1, dtype=torch.float32, device=device), numbers if norm else None),
-            found_inf,
-            SkipChecks(numbers, numbers if values else None, numbers if statistics else None),
-        )
         self._prepared.add(kind)
 
     def _compiling(self) -> "Triton":
@@ -186,6 +164,7 @@ class Triton(Backend):
             reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
+            cause=torch.empty((), dtype=torch.float64, device=device) if request.causes else None,
         )
         arguments = control_arguments(work, decision, request, partials)
         self._launch(device, control_kernel, 1, arguments)
@@ -236,41 +215,6 @@ class Triton(Backend):
         arguments = sum_arguments(work, parts, sums)
         self._launch(work.device, sum_kernel, len(work.rows), arguments)
         return sums
-
-    def find_cause(
-        self, partials: Partials, found_inf: Tensor | None, checks: SkipChecks
-    ) -> FoundCause:
-        """See :meth:`Backend.find_cause`. One launch."""
-        settings, values, statistics = checks
-        device, squares = settings.device, partials.squares
-        flags = partials.flags_on(device)
-        cause = torch.empty((), dtype=torch.float64, device=device)
-        result = FoundCause(
-            flag=torch.empty(1, dtype=torch.float32, device=device),
-            cause=cause,
-            squares=None if squares is None else torch.empty_like(cause).reshape(1),
-        )
-        pointer = functools.partial(tensor_or, cause)
-        arguments = {
-            "flags": flags,
-            "squares": pointer(squares),
-            "n_parts": flags.numel(),
-            "external": pointer(found_inf),
-            "settings": settings,
-            "values": pointer(values),
-            "statistics": pointer(statistics),
-            "n_checks": settings.shape[0],
-            "flag_out": result.flag,
-            "cause_out": cause,
-            "squares_out": pointer(result.squares),
-            "HAS_EXTERNAL": found_inf is not None,
-            "HAS_NORM": squares is not None,
-            "HAS_VALUES": values is not None,
-            "HAS_STATISTICS": statistics is not None,
-            "PARTS": PARTS,
-        }
-        self._launch(device, skip_checks_kernel, 1, arguments)
-        return result
 
     def note(
         self,

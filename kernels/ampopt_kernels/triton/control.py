@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ampopt_kernels import decide as decide_module
+from ampopt_kernels.decide import decide
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.sums import with_sums
 from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
@@ -15,6 +16,10 @@ from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.work import Work
 
 __all__ = ["control_arguments", "control_kernel"]
+
+RUNNING = tl.constexpr(decide_module.RUNNING)  # pyright: ignore[reportCallIssue]
+SETTINGS = tl.constexpr(decide_module.SETTINGS)  # pyright: ignore[reportCallIssue]
+WINDOW = tl.constexpr(decide_module.LONGEST_WINDOW)  # pyright: ignore[reportCallIssue]
 
 
 def control_arguments(
@@ -54,6 +59,14 @@ def control_arguments(
         max_norm = work.uploads.get(
             "max_norm", [float(request.max_norm)], torch.float64, work.device
         )
+    checks = request.checks(work.device)
+    settings = statistics = None
+    if checks:
+        numbers = [number for check in checks for number in check.settings]
+        settings = work.uploads.get("checks", numbers, torch.float64, work.device)
+        known = [check.statistics for check in checks]
+        at = [0 if numbers is None else numbers.data_ptr() for numbers in known]
+        statistics = work.uploads.get("statistics of checks", at, torch.int64, work.device)
     return {
         "flags": pointer(flags),
         "squares": pointer(squares),
@@ -63,12 +76,16 @@ def control_arguments(
         "constants": pointer(constants),
         "counters": pointer(request.counters),
         "max_norm": pointer(max_norm),
+        "loss": pointer(request.loss),
+        "settings": pointer(settings),
+        "statistics": pointer(statistics),
         # If another device made the decision, its flag is there, and is not needed here.
         "found_out": decision.found_inf if decides else coefficients,
         "coefficients": coefficients,
         "norm_out": pointer(decision.norm),
         "scale_out": pointer(decision.scale),
         "counters_out": pointer(decision.counters),
+        "cause_out": pointer(decision.cause),
         "table": pointer(None if table is None else table.rows),
         "hyper": pointer(hyper),
         "sums": pointer(None if sums is None else sums.each),
@@ -82,6 +99,10 @@ def control_arguments(
         "HAS_POLICY": decision.scale is not None,
         "UNSCALED": request.write,
         "NORM": decision.norm is not None,
+        "HAS_LOSS": request.loss is not None,
+        "STATISTICS": tuple(
+            0 if check.statistics is None else check.statistics.numel() for check in checks
+        ),
         "DROP": request.drop,
         "ADVANCE": h is not None,
         "PREVIEW": first,
@@ -110,11 +131,15 @@ def control_kernel(
     constants,
     counters,
     max_norm,
+    loss,
+    settings,
+    statistics,
     found_out,
     coefficients,
     norm_out,
     scale_out,
     counters_out,
+    cause_out,
     table,
     hyper,
     sums,
@@ -128,6 +153,8 @@ def control_kernel(
     HAS_POLICY: tl.constexpr,
     UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
+    HAS_LOSS: tl.constexpr,
+    STATISTICS: tl.constexpr,
     DROP: tl.constexpr,
     ADVANCE: tl.constexpr,
     PREVIEW: tl.constexpr,
@@ -163,12 +190,18 @@ def control_kernel(
         constants: float64, shape (10,): ``policy.PolicyConstants``; read if ``HAS_POLICY``.
         counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.
         max_norm: float64, one element, the norm to clip to; read if ``NORM``.
+        loss: one element, the loss of the step; read if ``HAS_LOSS``.
+        settings: float64, shape (n_checks, 10): ``decide.Check.settings`` of each check.
+        statistics: int64, shape (n_checks,): the address of the statistics of each check, float64,
+            updated in place; any number for a check without.
         found_out: float32, one element, written if ``DECIDE``: more than 0 for overflow.
         coefficients: float64, shape (3,): skip, the reciprocal of the scale that the gradients are
             still multiplied by, and the clip coefficient; written if ``DECIDE``, else read.
         norm_out: one element, float32 or float64, written if ``NORM``.
         scale_out: one element of the dtype of ``scale``, written if ``HAS_POLICY``.
         counters_out: int32, shape (2,), written if ``HAS_POLICY``.
+        cause_out: float64, one element, written if there are checks: the cause of the skip; 0 if
+            the step is applied, or overflows.
         table: int64, shape (n_rows, COLUMNS); see ``table.py``. The scalar states are at addresses
             in it, and are updated in place unless ``PREVIEW``.
         hyper: float64, shape (groups, N_HYPER): the hyperparameters of each parameter group.
@@ -184,6 +217,8 @@ def control_kernel(
         HAS_POLICY: whether the next scale is computed.
         UNSCALED: whether detect has stored unscaled gradients.
         NORM: whether to compute the norm and the clip coefficient.
+        HAS_LOSS: whether ``loss`` is passed.
+        STATISTICS: for each check how many statistics it has, 0 for none.
         DROP: whether an overflow skips the step.
         ADVANCE: whether to advance the scalar states of the rows.
         PREVIEW: whether to write ``h_out`` only, and leave the scalar states as they are.
@@ -203,9 +238,10 @@ def control_kernel(
     """
     if DECIDE:
         skip = _decide(
-            flags, squares, n_parts, external, scale, constants, counters, max_norm,
-            found_out, coefficients, norm_out, scale_out, counters_out,
-            CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, UNSCALED, NORM, DROP, PARTS,
+            flags, squares, n_parts, external, scale, constants, counters, max_norm, loss,
+            settings, statistics, found_out, coefficients, norm_out, scale_out, counters_out,
+            cause_out, CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, UNSCALED, NORM, HAS_LOSS,
+            STATISTICS, DROP, PARTS,
         )  # fmt: skip
     else:
         skip = tl.load(coefficients)
@@ -235,17 +271,23 @@ def _decide(
     constants,
     counters,
     max_norm,
+    loss,
+    settings,
+    statistics,
     found_out,
     coefficients,
     norm_out,
     scale_out,
     counters_out,
+    cause_out,
     CHECK: tl.constexpr,
     HAS_EXTERNAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_POLICY: tl.constexpr,
     UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
+    HAS_LOSS: tl.constexpr,
+    STATISTICS: tl.constexpr,
     DROP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -258,50 +300,99 @@ def _decide(
             worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
         if NORM:
             total += tl.load(squares + at, mask=at < n_parts, other=0.0)
-    overflow = tl.max(worst, 0).to(tl.float64)
-    if HAS_EXTERNAL:
-        flag = tl.load(external).to(tl.float64)
-        overflow = tl.where(flag > 0, flag, overflow)
-    inverse = tl.full((), 1.0, tl.float64)
-    if HAS_SCALE:
-        value = tl.load(scale).to(tl.float64)
-        inverse = 1.0 / value
-        if CHECK:
-            # g / inf is 0, which is finite: a scale that is not usable counts as an overflow.
-            usable = (value > 0) & (value < float("inf"))
-            overflow = tl.where(usable, overflow, 1.0)
-    if UNSCALED:
-        inverse = tl.full((), 1.0, tl.float64)
-    coefficient = tl.full((), 1.0, tl.float64)
+    norm = None
+    limit = None
     if NORM:
         norm = tl.sqrt(tl.sum(total, 0))
         limit = tl.load(max_norm)
-        coefficient = limit / (norm + 1e-6)
-        # A NaN stays NaN, as in torch. An infinite limit computes the norm and clips nothing.
-        coefficient = tl.where((coefficient > 1.0) | (limit == float("inf")), 1.0, coefficient)
         tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
+    growth = None
+    budget = None
+    schedule = None
     if HAS_POLICY:
-        constant = ()
-        for i in tl.static_range(10):
-            constant = constant + (tl.load(constants + i),)
-        new_scale, growth, budget = next_scale(
-            tl.load(scale).to(tl.float64),
-            tl.load(counters).to(tl.float64),
-            tl.load(counters + 1).to(tl.float64),
-            overflow,
-            constant,
-        )
-        tl.store(scale_out, new_scale.to(scale_out.dtype.element_ty))
-        tl.store(counters_out, growth.to(tl.int32))
-        tl.store(counters_out + 1, budget.to(tl.int32))
-    skip = tl.full((), 0.0, tl.float64)
-    if DROP:
-        skip = overflow
-    tl.store(found_out, overflow.to(tl.float32))
+        growth = tl.load(counters).to(tl.float64)
+        budget = tl.load(counters + 1).to(tl.float64)
+        schedule = _numbers_at(constants, 10)
+    checks = ()
+    for i in tl.static_range(len(STATISTICS)):
+        where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
+        known = _statistics_at(where, tl.constexpr(STATISTICS[i]))  # pyright: ignore
+        checks = checks + ((_numbers_at(settings + SETTINGS * i, SETTINGS), known),)
+    value = _load_if(scale, HAS_SCALE)
+    found_inf, skip, clip, cause, scheduled, known = decide(
+        tl.max(worst, 0).to(tl.float64),
+        _load_if(external, HAS_EXTERNAL),
+        value,
+        growth,
+        budget,
+        schedule,
+        norm,
+        limit,
+        _load_if(loss, HAS_LOSS),
+        checks,
+        CHECK,
+        DROP,
+    )
+    if HAS_POLICY:
+        tl.store(scale_out, scheduled[0].to(scale_out.dtype.element_ty))
+        tl.store(counters_out, scheduled[1].to(tl.int32))
+        tl.store(counters_out + 1, scheduled[2].to(tl.int32))
+    for i in tl.static_range(len(STATISTICS)):
+        where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
+        _store_statistics(where, known[i], tl.constexpr(STATISTICS[i]))  # pyright: ignore
+    if len(STATISTICS) > 0:
+        tl.store(cause_out, cause)
+    inverse = tl.full((), 1.0, tl.float64)
+    if HAS_SCALE and not UNSCALED:
+        inverse = 1.0 / value
+    tl.store(found_out, found_inf.to(tl.float32))
+    skip = skip + tl.full((), 0.0, tl.float64)
     tl.store(coefficients, skip)
     tl.store(coefficients + 1, inverse)
-    tl.store(coefficients + 2, coefficient)
+    tl.store(coefficients + 2, clip)
     return skip
+
+
+@jit
+def _load_if(number, HAS: tl.constexpr):
+    """The element at ``number``, in float64; ``None`` for a step that has no such number."""
+    if HAS:
+        return tl.load(number).to(tl.float64)
+    else:
+        return None
+
+
+@jit
+def _numbers_at(numbers, N: tl.constexpr):
+    """The first ``N`` elements at ``numbers``, as a tuple."""
+    result = ()
+    for i in tl.static_range(N):
+        result = result + (tl.load(numbers + i),)
+    return result
+
+
+@jit
+def _statistics_at(numbers, N: tl.constexpr):
+    """The ``N`` statistics of a check at ``numbers``, as ``decide`` takes them."""
+    if N <= RUNNING:
+        return _numbers_at(numbers, N)
+    else:
+        lane = tl.arange(0, WINDOW)
+        ring = tl.load(numbers + 2 + lane, mask=lane < N - 2, other=0.0)
+        return tl.load(numbers), tl.load(numbers + 1), ring, lane.to(tl.float64)
+
+
+@jit
+def _store_statistics(numbers, known, N: tl.constexpr):
+    """Replace the ``N`` statistics of a check at ``numbers``."""
+    if N <= RUNNING:
+        for i in tl.static_range(N):
+            tl.store(numbers + i, known[i])
+    else:
+        lane = tl.arange(0, WINDOW)
+        tl.store(numbers, known[0])
+        tl.store(numbers + 1, known[1])
+        tl.store(numbers + 2 + lane, known[2], mask=lane < N - 2)
 
 
 @jit
