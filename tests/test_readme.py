@@ -56,7 +56,8 @@ PRINTED = {
         "torch.float32 torch.bfloat16",
         "torch.float32 torch.bfloat16",
     ],
-    "A step as one call": [
+    "A step as one call": ["65536.0"],
+    "What a step does": [
         "SGD: 1 step. In the last one:",
         "  2 parameters (weight, bias): by the rule, on the eager backend until it is compiled",
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
