@@ -158,8 +158,8 @@ class ElementwiseOptimizer(Optimizer):
         for usage, is_set in GROUP_OPTIONS.values():
             if self.defaults.get("differentiable") and any(map(is_set, self.param_groups)):
                 raise ValueError(
-                    f"{usage} does not go with differentiable=True, which takes torch's own step: "
-                    "leave one of them out"
+                    f"{usage} cannot be combined with differentiable=True, which takes torch's own "
+                    "step: leave one of them out"
                 )
         of_24_bits = [group for group in self.param_groups if group.get(MASTER_BITS, 32) != 32]
         if of_24_bits and not any(map(has_masters, of_24_bits)):
@@ -240,7 +240,7 @@ class ElementwiseOptimizer(Optimizer):
         if steps.checks.need_torch():
             raise RuntimeError(
                 "run_rule: gradients are sparse, or the optimizer has differentiable=True, so "
-                "torch's own step runs and no rule can: make gradients dense, or leave "
+                "torch's own step runs instead of a rule: make gradients dense, or leave "
                 "differentiable out"
             )
         decision = steps.step(request_for(scale))

@@ -143,7 +143,7 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
         ValueError: there are no arguments.
     """
     if not optimizers:
-        raise ValueError("profile() needs the optimizers whose steps to report: profile(optimizer)")
+        raise ValueError("profile() needs one or more optimizers: profile(optimizer)")
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

@@ -225,8 +225,8 @@ def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
             )
         if type(optimizer).unscale_and_step is not Optimizer.unscale_and_step:
             raise TypeError(
-                f"{name} has an unscale_and_step of its own, which takes no overflow flag of other "
-                "optimizers: step it by itself, and combine scales with ampopt.next_scale"
+                f"{name} defines its own unscale_and_step, which cannot take the overflow flag of "
+                "other optimizers: step it by itself, and combine scales with ampopt.next_scale"
             )
         if optimizer._ampopt.needs_closure:
             raise TypeError(

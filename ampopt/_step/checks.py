@@ -316,7 +316,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             cls([torch.zeros(1, device="cpu")], **{n: group[n] for n in names if n in group})
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the state to be loaded has what {cls.__name__} refuses, in param group {index}: "
+                f"{cls.__name__} cannot have param group {index} of the state to be loaded: "
                 f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
 

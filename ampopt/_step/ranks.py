@@ -231,7 +231,7 @@ def _check_has_copies(holders: Mapping[int, Sequence[int]], process_group: Any) 
     if lacks := sorted(set().union(*holders.values()) - every):
         raise ValueError(
             f"process_group lacks the ranks {lacks}, which have copies of parameters of this rank, "
-            "so that copies could part: give a group that contains them; under "
+            "so that these copies could come to differ: give a group that contains them; under "
             "FullyShardedDataParallel with HYBRID_SHARD, leave process_group out"
         )
 

@@ -274,7 +274,7 @@ class StepStrategy(RefersToOptimizer, ABC):
             if ranks.are_several():
                 raise RuntimeError(
                     "skip_when(loss=...) tests the mean loss of all ranks that train one model, "
-                    "and nothing says which they are: give the optimizer process_group="
+                    "but it is not known which ranks these are: give the optimizer process_group="
                     "torch.distributed.group.WORLD, and, under DistributedDataParallel, "
                     "replicated=True in its param groups. A model that this rank trains alone "
                     "takes a process_group of this rank alone"
@@ -469,8 +469,8 @@ class StepStrategy(RefersToOptimizer, ABC):
             warnings.warn(
                 f"no parameter of this {type(optimizer).__name__} has a gradient, so nothing was "
                 "stepped. If fully_shard(model) was called after the optimizer was made, the model "
-                "has other parameters by now, and the optimizer never moves them: make the "
-                "optimizer after fully_shard. If there is to be no gradient yet, ignore this",
+                "has other parameters by now, which the optimizer never updates: make the "
+                "optimizer after fully_shard. If no gradient is expected yet, ignore this",
                 RuntimeWarning,
                 stacklevel=4,
             )

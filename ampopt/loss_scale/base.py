@@ -337,7 +337,7 @@ def product(output: Any, scale: float | Tensor, what: str = "outputs holds") -> 
     if isinstance(scale, Tensor):
         if scale.is_meta and not output.is_meta:
             raise ValueError(
-                "S: the scale is on meta, where it has no number; make it without device=, or on "
+                "scale: it is on meta, where it has no number; make it without device=, or on "
                 f"{str(output.device)!r}"
             )
         scale = to_device(scale, output.device, dtype)

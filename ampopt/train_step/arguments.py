@@ -59,14 +59,14 @@ def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: 
         check_count("max_replays", max_replays, least=0)
         if then == "skip":
             raise ValueError(
-                "max_replays does not go with on_overflow='skip': leave one of them out"
+                "max_replays cannot be combined with on_overflow='skip': leave one of them out"
             )
     if check_bool("preserve_rng", preserve_rng) and then != "replay":
         raise ValueError("preserve_rng is for replays: pass on_overflow='replay' too")
     if check_bool("cuda_graph", cuda_graph) and then != "skip":
         raise ValueError(
-            f"on_overflow={then!r} does not go with cuda_graph=True: the host has to read the "
-            "overflow flag of each step; leave one of them out"
+            f"on_overflow={then!r} cannot be combined with cuda_graph=True: the host has to read "
+            "the overflow flag of each step; leave one of them out"
         )
 
 

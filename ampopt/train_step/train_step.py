@@ -161,7 +161,7 @@ class TrainStep:
         check_max_norm(max_norm)
         if on_gradients is not None and max_norm is not None:
             raise ValueError(
-                "max_norm does not go with on_gradients: clip there, by torch.nn.utils."
+                "max_norm cannot be combined with on_gradients: clip there, by torch.nn.utils."
                 "clip_grad_norm_(optimizer.master_params(), max_norm)"
             )
         if on_overflow is None:

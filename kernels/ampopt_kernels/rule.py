@@ -289,8 +289,7 @@ class Rule:
                 value = entries[name]
                 if isinstance(value, str):  # "no" is true in Python
                     raise TypeError(
-                        f"flag {name!r} is the string {value!r}, whatever it says: pass True or "
-                        "False"
+                        f"flag {name!r} must be True or False, got the string {value!r}"
                     )
                 flags.append(isinstance(value, Tensor) or bool(value))
         except KeyError as error:

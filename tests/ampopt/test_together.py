@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "torch's": (with_extra(torch.optim.SGD), TypeError, "must be ampopt's, got SGD: use the class"),
     "no optimizer": (lambda o, p: [*o, 3], TypeError, "must be ampopt's, got int"),
     "closure": (with_extra(ampopt.LBFGS), TypeError, "LBFGS needs a closure"),
-    "own": (with_extra(OwnControlPoint), TypeError, "OwnControlPoint has an unscale_and_step of"),
+    "own": (with_extra(OwnControlPoint), TypeError, "OwnControlPoint defines its own unscale_and"),
     "pending": (pending, RuntimeError, r"Call step_after_unscale\(\) first.*, or zero_grad\(\)"),
     "float16": (float16, RuntimeError, "group 0, parameter 0 is float16"),
     "sparse": (sparse, RuntimeError, "Adam does not support sparse gradients"),

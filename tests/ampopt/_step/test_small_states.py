@@ -128,7 +128,9 @@ def test_another_number_of_bits_is_refused_before_anything_changes(value):
 
 def test_torchs_own_step_cannot_read_small_states():
     params = params_of([(8192,)])
-    with pytest.raises(ValueError, match="state_bits below 32 does not go with differentiable"):
+    with pytest.raises(
+        ValueError, match="state_bits below 32 cannot be combined with differentiable"
+    ):
         ampopt.AdamW(params, differentiable=True, state_bits=8)
 
 

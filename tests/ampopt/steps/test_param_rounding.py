@@ -182,7 +182,7 @@ def test_wrong_values_are_refused():
         with pytest.raises(ValueError, match="param_rounding must be .* got 'up'"):
             step(optimizer, [0.5])
         assert torch.equal(p, before)
-    with pytest.raises(ValueError, match="does not go with differentiable=True"):
+    with pytest.raises(ValueError, match="cannot be combined with differentiable=True"):
         ampopt.AdamW([p], param_rounding="stochastic", differentiable=True)
     p.grad = torch.ones(2).to(BF16).to_sparse()
     with pytest.raises(RuntimeError, match="param_rounding='stochastic' does not support sparse"):

@@ -260,7 +260,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"max_norm": -1.0}, ValueError, "max_norm"),
         ({"max_replays": -1}, ValueError, "max_replays"),
         ({"preserve_rng": True}, ValueError, "pass on_overflow='replay' too"),
-        ({"max_replays": 1, "cuda_graph": True}, ValueError, "does not go with cuda_graph"),
+        ({"max_replays": 1, "cuda_graph": True}, ValueError, "cannot be combined with cuda_graph"),
         (
             {"optimizer": "lbfgs"},
             TypeError,
