@@ -102,8 +102,8 @@ static inline float from_float16(uint16_t x) {
     return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
 }
 
-// Rounds to nearest, ties to even: the addition of ``size`` rounds at the last bit of float16. A NaN
-// keeps its sign and upper bits, as in the processor's own conversion, and so torch's.
+// Rounds to nearest, ties to even: the addition of ``size`` rounds at the last bit of float16. NaNs
+// keep their sign and upper bits, as in the processor's own conversion, and so torch's.
 static inline uint16_t to_float16(float x) {
     const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
     const float size = (math::fabs(x) * 0x1p112f) * 0x1p-110f;

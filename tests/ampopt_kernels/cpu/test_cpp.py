@@ -1,7 +1,7 @@
 """The C++ of every rule gives the bits of torch's operations.
 
-Only the bits of a NaN may differ, as compilers swap operands; and roots of float64, which are MKL's in
-torch.
+Only the bits of a NaN may differ, as compilers swap operands; and roots of float64, which are MKL's
+in torch.
 """
 
 import platform
@@ -248,13 +248,13 @@ def test_every_number_of_half_precision_comes_and_goes(dtype, target, monkeypatc
         -(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(0)
     )
     random = bits.to(torch.int32).view(F32)
-    nans = random[random.isnan()][:21]
+    nans = random[random.isnan()][:7]
     between = every.float() + torch.cat([every[1:], every[:1]]).float()
     for values, copy in (
         (every, torch.empty(1 << 16)),
         (between / 2, torch.empty_like(every)),  # the ties, and what overflows
         (random, torch.empty_like(every)),
-        *((some, torch.empty_like(some, dtype=dtype)) for some in nans.split(7)),  # fewer than lanes
+        (nans, torch.empty(7, dtype=dtype)),  # fewer than a vector has
     ):
         tensors = [torch.zeros_like(copy, dtype=dtype), values, copy]
         rule = Rule(update=_kept, hyper=())
