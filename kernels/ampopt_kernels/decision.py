@@ -44,8 +44,8 @@ class Request:
         drop: whether an overflow skips the update.
         max_norm: the global norm to clip the unscaled gradients to; ``inf`` to compute the norm and
             clip nothing; ``None`` for no norm.
-        write: whether detect stores the unscaled gradients in place of the scaled ones, so that
-            ``update`` need not unscale.
+        write: whether to store the unscaled gradients in place of the scaled ones: detect does, so
+            that ``update`` need not unscale, or ``update`` (:attr:`Backend.unscales_in_update`).
         accumulate: whether to add the unscaled gradients to sums instead of detect. No update is
             applied then.
         apply: whether to advance scalar states and update parameters.
@@ -149,6 +149,7 @@ class Decision:
         h: the numbers that ``rule.scalars`` returned, shape (rows, width), if control has advanced
             the scalar states; for a rule that reduces, those of ``rule.before_reduce``.
         reports: as :attr:`Partials.reports`.
+        unscales: whether update stores the gradients unscaled.
         sums: the sums over whole parameters, once all ranks and devices have added theirs, if the
             rule reduces.
         lines: the sums over rows and columns, all-reduced, of sharded parameters.
@@ -165,6 +166,7 @@ class Decision:
     counters: Tensor | None = None
     h: Tensor | None = None
     reports: tuple[GradientReport | RankFlags, ...] = ()
+    unscales: bool = False
     sums: Sums | None = None
     lines: LineSums = field(default_factory=dict)
     scaled_by: Tensor | None = None

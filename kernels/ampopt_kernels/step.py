@@ -42,6 +42,8 @@ class Backend(ABC):
     name: ClassVar[str]
     host_sees: bool = False
     """Whether tensors are on the host, so that reading one does not synchronize."""
+    unscales_in_update: bool = False
+    """Whether update, and not detect, stores unscaled gradients: one pass over them less."""
     works: bool = True
     """Whether everything that :meth:`prepare` was called for could be compiled."""
 
@@ -175,6 +177,7 @@ class Backend(ABC):
     def update(self, work: Work, decision: Decision) -> None:
         """Apply the rule to every row, or change nothing if the decision is to skip.
 
+        Stores the gradients unscaled, also if it skips, if ``decision.unscales``.
         Advances the scalar states first, unless control did: then ``decision.h`` is set.
         """
 
@@ -209,14 +212,17 @@ def run(
         The decision, on the device of the first work.
     """
     first, *others = works
-    checks = request.check or request.max_norm is not None
-    reads = checks or request.write or request.measure or request.accumulate
     backends = [backend_for(work.device) for work in works]
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
         if not all(backend.works for backend in backends):  # then "auto" has another one
             backends = [backend_for(work.device) for work in works]
+    unscales = request.write and request.apply and all(b.unscales_in_update for b in backends)
+    if unscales:
+        request = replace(request, write=False)
+    checks = request.check or request.max_norm is not None
+    reads = checks or request.write or request.measure or request.accumulate
     first_request, partials = _on(first.device, request), None
     if reads:
         requests = [first_request] + [_on(work.device, request) for work in others]
@@ -237,11 +243,12 @@ def run(
                 first_request = replace(first_request, loss=reduced.loss)
     decision = backends[0].control(first, first_request, partials)
     if request.apply:
-        decisions = [decision]
+        decisions = [replace(decision, unscales=True) if unscales else decision]
         for work in others:
             device = work.device
             coefficients = to_device(decision.coefficients_on_device, device, widest(device))
-            decisions.append(Decision(found_inf=decision.found_inf, coefficients=coefficients))
+            found_inf = decision.found_inf
+            decisions.append(Decision(found_inf, coefficients, unscales=unscales))
         steps = list(zip(backends, works, decisions, strict=True))
         if first.rule is not None and first.rule.reduces:
             if request.agree_on_lines is not None:

@@ -40,6 +40,7 @@ class Compiled(Backend):
 
     name = "compiled"
     host_sees = True
+    unscales_in_update = True
     accumulate = accumulate_gradients
 
     def __init__(self, *, falls_back: bool = False) -> None:
@@ -151,11 +152,15 @@ class Compiled(Backend):
         """See :meth:`Backend.update`."""
         skip, inverse, clip = decision.coefficients_on_host
         if skip > 0:
+            if decision.unscales:
+                _multiply(work.present_grads, inverse)
             return
         sums = [] if decision.sums is None else [x.contiguous() for x in decision.sums]
         table, addresses = Table.of(work), [x.data_ptr() for x in sums] or (None, None)
         for rows in table.kinds or ():
-            rows.update(table, (inverse, clip), addresses)
+            rows.update(table, (inverse, clip), addresses, unscales=decision.unscales)
+        if decision.unscales:
+            objects.bump_versions(work.present_grads)
 
 
 def _multiply(grads: Sequence[Tensor], factor: float) -> None:

@@ -360,4 +360,12 @@ def _update(kind: Kind) -> str:
     body = program.body(range(len(dtypes)), statements + elements.widened(), fetches=encodes)
     template = loops.WHOLE_BLOCKS if encodes or converts else loops.BLOCKS
     apply = loops.APPLY.format(before=body["before"], blocks=template.format(**body))
-    return _with_block(block, apply + loops.UPDATE.format(width=kind.width_of("update")))
+    grad = DTYPES[kind.dtypes[0]]
+    update = loops.UPDATE.format(
+        width=kind.width_of("update"),
+        grad=grad.c_type,
+        number=C_TYPES[program.compute],
+        load=grad.load,
+        store=grad.store,
+    )
+    return _with_block(block, apply + update)

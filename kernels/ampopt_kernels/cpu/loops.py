@@ -281,12 +281,17 @@ static inline int64_t cut(int64_t at, int64_t n) {{
     return at < 0 ? 0 : at < n ? at / BLOCK * BLOCK : n;
 }}
 
+// Gradients that the update has just read, and that are in the cache still.
+static inline void unscale({grad}* grads, {number} inverse, int64_t start, int64_t end) {{
+    for (int64_t i = start; i < end; ++i) grads[i] = {store}({load}(grads[i]) * inverse);
+}}
+
 // Advances the scalar states of each row that has a gradient, then updates its elements, which all
-// threads share.
+// threads share. Stores the gradients unscaled if ``unscales``.
 extern "C" void update(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
     double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows,
-    int64_t threads
+    int64_t threads, bool unscales
 ) {{
     of_scalars::compute(
         grads, table, n_rows, hyper, inverse, clip, sums, totals, numbers, of_rows);
@@ -299,9 +304,14 @@ extern "C" void update(
         for (int64_t i = 0; i < n_rows; ++i) {{
             if (of_rows[i] < 0) continue;
             const int64_t* row = table + i * COLUMNS;
-            const int64_t from = cut(first, row[NUMEL]), to = cut(last, row[NUMEL]);
-            if (from < to)
-                apply(numbers + of_rows[i] * {width}, Tensors(grads, row).of, from, to);
+            int64_t from = cut(first, row[NUMEL]);
+            const int64_t to = cut(last, row[NUMEL]);
+            const Tensors tensors(grads, row);
+            for (int64_t end; from < to; from = end) {{
+                end = unscales ? lesser(from + 32 * BLOCK, to) : to;
+                apply(numbers + of_rows[i] * {width}, tensors.of, from, end);
+                if (unscales) unscale(({grad}*)tensors.of[0], inverse, from, end);
+            }}
             first -= row[NUMEL], last -= row[NUMEL];
         }}
     }}

@@ -58,7 +58,8 @@ def _library(kind: Kind) -> ctypes.CDLL:
     rows = pointer, pointer, count
     coefficients = pointer, number, number
     numbers = pointer, pointer
-    library.update.argtypes = (*rows, *coefficients, pointer, pointer, *numbers, count)
+    sums, unscales = (pointer, pointer), ctypes.c_bool
+    library.update.argtypes = (*rows, *coefficients, *sums, *numbers, count, unscales)
     library.update.restype = None
     if "reduce" in kind.roles:
         library.before_reduce.argtypes = (*rows, *coefficients, *numbers)
@@ -112,17 +113,20 @@ class KindTable:
             integers += chain.from_iterable(row.places.jumps)
         return integers
 
-    def update(self, table: "Table", coefficients: tuple[float, float], sums: Any) -> None:
+    def update(
+        self, table: "Table", coefficients: tuple[float, float], sums: Any, *, unscales: bool
+    ) -> None:
         """Advance the scalar states, and apply the rule, of all rows that have a gradient.
 
         Args:
             table: has the gradients and hyperparameters of this step.
             coefficients: the reciprocal of the scale, and the clip coefficient.
             sums: the addresses of :class:`Sums`, or ``(None, None)``.
+            unscales: whether to store the gradients unscaled.
         """
         inputs = table.hyper_at, *coefficients, *sums
-        threads = torch.get_num_threads()
-        self._library.update(table.grads_at, *self._rows, *inputs, *self._results, threads)
+        last = torch.get_num_threads(), unscales
+        self._library.update(table.grads_at, *self._rows, *inputs, *self._results, *last)
 
     def before_reduce(self, table: "Table", coefficients: tuple[float, float]) -> None:
         """Compute the numbers of ``reduce`` and ``averages``; arguments as for :meth:`update`."""

@@ -1,6 +1,7 @@
 """The pass update, on every backend, and whole steps."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from ampopt_kernels import rules
 from ampopt_kernels.decision import Request
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
+from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import Work
 
 ADAM = (0.5, 0.9, 0.999, 0.125, 0.25)
@@ -105,6 +107,29 @@ def assert_matches(
     for scalar in row.scalars:
         if scalar is not None:
             assert bits(scalar) == bits(expected["scalar"])
+
+
+@each_engine
+@given(plan=works(), scale=st.sampled_from([1.0, 4.0, 3.0]), skips=st.booleans())
+def test_a_step_that_writes_leaves_unscaled_gradients(engine, plan, scale, skips):
+    """Also if it is skipped; and takes the step that it takes without."""
+    plan = replace(
+        plan,
+        rows=tuple(
+            row for row in plan.rows if row.dtype == arithmetic(row.dtype, row.stored)
+        ),  # others would round the gradients before the step
+    )
+    assume(plan.rows)
+    stepped, left = plan.build(), plan.build()
+    inverse = torch.tensor(1.0 / scale, dtype=torch.float64)
+    expected = [grad * inverse.to(grad.dtype) for grad in left.grads]
+    request = Request(torch.tensor(scale), found_inf=torch.tensor(float(skips)))
+    run(lambda _: ENGINES[engine](), [stepped.work], request)
+    run(lambda _: ENGINES[engine](), [left.work], replace(request, write=True))
+    assert list(map(fingerprint, left.grads)) == list(map(fingerprint, expected))
+    for one, other in zip(stepped.rows, left.rows, strict=True):
+        assert list(map(fingerprint, one.outputs)) == list(map(fingerprint, other.outputs))
+    left.assert_guards()
 
 
 def row_size(tensor: torch.Tensor) -> float:
