@@ -1,14 +1,16 @@
-"""The statistics of a watch: their copy to the host, and the dict that users get."""
+"""The statistics of a watch as users get them: later, and as a dict."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampopt_kernels.devices import Copying, copied_to_host
+import torch
+
+from ampopt.watching.found import Found, Statistics
 from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
 
-__all__ = ["Reading", "RankStatistics", "as_dict", "statistics_on_host"]
+__all__ = ["Reading", "RankStatistics", "as_dict", "merge"]
 
 _SQUARES = 3
 """Index of the sum of squares among the numbers of a step."""
@@ -35,47 +37,52 @@ class RankStatistics:
 
 
 class Reading:
-    """The result of :meth:`ampopt.Watch.read_later`: a copy from the device, in progress."""
+    """The result of :meth:`ampopt.Watch.read_later`: statistics that may still be on their way."""
 
     def __init__(
         self,
         steps: int,
         n_forgotten: int,
-        copies: "Sequence[tuple[list[str], WatchStatistics]]",
-        by_rank: "Mapping[tuple[int, ...], Copying]",
-        events: Sequence[Any],
+        names: Sequence[tuple[torch.device, list[str]]],
+        statistics: Statistics,
+        found: Sequence[Found],
         *,
         alone: bool,
     ) -> None:
-        """Store the copies.
+        """Start to copy what is not on the host.
 
         Args:
-            steps: the number of steps when the copy was started.
+            steps: the number of steps so far.
             n_forgotten: how many of the first steps are not in the ring, as a loaded state had
                 them.
-            copies: by device, the names of the parameters and the copy of the statistics; that with
-                the totals and the ring first.
-            by_rank: by ranks, in how many steps each of them found an overflow.
-            events: the events that follow the copies on their devices.
+            names: the names of the parameters of each device; the device with the totals and the
+                ring first.
+            statistics: the statistics, which do not change any more.
+            found: what the last steps found, which is not in ``statistics``.
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
-        self._steps, self._n_forgotten = steps, n_forgotten
-        self._copies, self._by_rank, self._alone = copies, by_rank, alone
-        self._events = [*events, *(copy.event for copy in by_rank.values() if copy.event)]
+        self._steps, self._n_forgotten, self._names = steps, n_forgotten, names
+        self._statistics, self._found, self._alone = statistics, list(found), alone
 
     def done(self) -> bool:
-        """Whether the copy is complete. Does not synchronize."""
-        return all(event.query() for event in self._events)
+        """Whether everything has arrived. Does not synchronize."""
+        return all(found.done() for found in self._found)
+
+    def _complete(self) -> list[tuple[list[str], WatchStatistics]]:
+        """By device, names and statistics. Waits until everything has arrived."""
+        for found in self._found:
+            found.add_to(self._statistics)
+        self._found = []
+        return [(names, self._statistics.by_device[device]) for device, names in self._names]
 
     def result(self) -> dict[str, Any]:
-        """The numbers, as of :meth:`ampopt.Watch.read`. Waits until the copy is complete."""
+        """The numbers, as of :meth:`ampopt.Watch.read`. Waits until everything has arrived."""
         return as_dict(self.snapshot(), alone=self._alone)
 
     def snapshot(self) -> RankStatistics:
-        """The statistics of this rank. Waits until the copy is complete."""
-        for event in self._events:
-            event.synchronize()
-        _, steps = self._copies[0]
+        """The statistics of this rank. Waits until everything has arrived."""
+        of_devices = self._complete()
+        _, steps = of_devices[0]
         ring = steps.ring
         first = max(self._n_forgotten, self._steps - len(ring))
         order = [number % len(ring) for number in range(first, self._steps)]
@@ -83,23 +90,21 @@ class Reading:
             self._steps,
             {
                 name: row
-                for names, statistics in self._copies
+                for names, statistics in of_devices
                 for name, row in zip(names, statistics.parameters.tolist(), strict=True)
             },
             steps.totals.tolist(),
             ring[order].tolist(),
             {
                 rank: int(n)
-                for ranks, copy in self._by_rank.items()
-                for rank, n in zip(ranks, copy.tensor.tolist(), strict=True)
+                for ranks, counts in self._statistics.by_rank.items()
+                for rank, n in zip(ranks, counts.tolist(), strict=True)
             },
         )
 
     def latest(self) -> dict[str, Any]:
-        """The last step and the totals. Waits until the copy is complete."""
-        _, steps = self._copies[0]
-        for event in self._events:
-            event.synchronize()
+        """The last step and the totals. Waits until everything has arrived."""
+        _, steps = self._complete()[0]
         entry = steps.ring[(self._steps - 1) % len(steps.ring)].tolist()
         in_a_row, *by_cause = steps.totals.tolist()
         stats = {**_step(self._steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
@@ -108,23 +113,13 @@ class Reading:
     def worst_underflow(self) -> tuple[float, str]:
         """The largest ``underflow``, and the name of its parameter."""
         shares = []
-        for names, statistics in self._copies:
+        for names, statistics in self._complete():
             table = statistics.parameters
             share = table[:, 3] / table[:, 2].clamp(min=1)
             if len(names):
                 place = int(share.argmax())
                 shares.append((float(share[place]), names[place]))
         return max(shares, default=(0.0, ""))
-
-
-def statistics_on_host(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
-    """Copy ``statistics`` to the host, without synchronizing.
-
-    Returns:
-        The copy, and the event after which it is complete; ``None`` if it is complete.
-    """
-    copy, event = copied_to_host(statistics.numbers)
-    return WatchStatistics(copy, statistics.places), event
 
 
 def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
@@ -143,7 +138,7 @@ def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
 
 
 def _parameter(row: Sequence[float]) -> dict[str, Any]:
-    """The statistics of one parameter, by name, from its row on the device."""
+    """The statistics of one parameter, by name, from its numbers."""
     largest, overflows, n_used, n_flushed, _, *lately = row
     return {
         "overflows": int(overflows),

@@ -13,26 +13,25 @@ from torch.utils.hooks import RemovableHandle
 from ampopt._step import gradients
 from ampopt._step.ranks import has_others
 from ampopt._step.sharding.dtensor import local
-from ampopt.backend import backend_for, host_may_look
+from ampopt.backend import host_may_look
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge, statistics_on_host
+from ampopt.watching.found import Found, Gradients, Statistics
+from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
-from ampopt_kernels.devices import copied_to_host, to_device
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.tensors import real, widest
-from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
     RING,
     UNSEEN,
-    ChunkRange,
+    Chunks,
     RecordedStep,
-    WatchStatistics,
     zeros,
 )
 
@@ -43,7 +42,7 @@ _EVERY = 8
 
 
 class Watch:
-    """Records what each step finds in the gradients, on the device, without synchronizing.
+    """Records what each step finds in the gradients, without synchronizing.
 
     ::
 
@@ -58,9 +57,10 @@ class Watch:
     skipped steps by cause, and scale, norm and loss of the last steps. The loss is that of a
     closure, of ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
 
-    Parameters and states stay bitwise the same as without a watch. On an accelerator it costs one
-    launch a step, and some work in the kernel that reads the gradients; on a CPU, some work as they
-    are read. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
+    Parameters and states stay bitwise the same as without a watch. On an accelerator it costs at
+    most eight small copies to the host a step, in the background, and some work in the kernel that
+    reads the gradients; on a CPU, some work as they are read. Printing and :meth:`read`
+    synchronize; :meth:`read_later` does not.
 
     Traps: a plain ``step()`` that is written by hand is counted, without its parameters; a copy and
     the state dict of the optimizer do not contain the watch, which has a state dict itself; reading
@@ -104,15 +104,11 @@ class Watch:
         self._n_forgotten = 0  # steps before those in the ring of a loaded state
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._statistics: dict[torch.device, WatchStatistics] = {
-            self._device: zeros(0, last, self._device)
-        }
+        self._statistics = Statistics({self._device: zeros(0, last, _memory(self._device))}, {})
+        self._found: deque[Found] = deque()  # steps that are not in the statistics yet
         self._names: dict[torch.device, list[str]] = {self._device: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
-        self._uploads: dict[torch.device, Uploads] = {}
-        self._parts: dict[torch.device, tuple[GradientReport, list[ChunkRange]]] = {}
-        # By ranks, in how many steps each of them found an overflow: float32, shape (ranks,).
-        self._by_rank: dict[tuple[int, ...], Tensor] = {}
+        self._chunks: dict[torch.device, tuple[GradientReport, Chunks]] = {}
         self._alarms: list[Condition] = []
         self._looks: deque[Reading] = deque(maxlen=1)
         self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
@@ -183,15 +179,15 @@ class Watch:
             :meth:`read` would have returned at the time of this call.
         """
         self._grow()
-        decision_device, *others = dict.fromkeys((self._device, *self._statistics))
-        copies, events = [], []
-        for device in (decision_device, *others):
-            statistics, event = statistics_on_host(self._statistics[device])
-            copies.append((list(self._names[device]), statistics))
-            events += [] if event is None else [event]
-        by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}
+        self._add_arrived()
+        names = [(device, list(self._names[device])) for device in self._statistics.by_device]
         return Reading(
-            self._steps, self._n_forgotten, copies, by_rank, events, alone=self._decides_alone()
+            self._steps,
+            self._n_forgotten,
+            names,
+            self._statistics.copy(),
+            list(self._found),
+            alone=self._decides_alone(),
         )
 
     def gather(self) -> dict[str, Any]:
@@ -348,6 +344,7 @@ class Watch:
         table = {name: _numbers(name, row, COLUMNS) for name, row in rows.items()}
         totals = _numbers("totals", state_dict["totals"], 1 + len(CAUSES))
         recent = _numbers("recent", state_dict["recent"], -1, RING)[-self._last :]
+        self._add_arrived(wait=True)
         self._steps, self._n_forgotten = steps, max(steps - len(recent), 0)
         for device, names in self._names.items():
             statistics = zeros(len(names), self._last, torch.device("cpu"))
@@ -357,7 +354,7 @@ class Watch:
                 statistics.totals.copy_(totals)
                 for number, entry in enumerate(recent, start=self._n_forgotten):
                     statistics.ring[number % self._last] = entry
-            self._statistics[device].numbers.copy_(statistics.numbers)
+            self._statistics.by_device[device].numbers.copy_(statistics.numbers)
 
     # --- recording --------------------------------------------------------------------------------
 
@@ -388,71 +385,54 @@ class Watch:
             number: the number of the step, from 1.
             notes_step: whether to count the step, and not only the overflows of its parameters.
         """
-        attempt, reports = RecordedStep(number), {}
+        attempt, reports, of_ranks = RecordedStep(number), {}, []
         if decision is not None:
             check = decision.earlier_decision or decision
             norm = decision.norm if check.norm is None else check.norm
             loss = self.optimizer._ampopt.loss
             values = (decision.skip, check.cause, check.scaled_by, norm, loss)
-            here = (x if x is None else to_device(x, self._device) for x in values)
-            attempt = RecordedStep(number, *here)
+            attempt = RecordedStep(number, *values)
             measured_decision = check if check.measured else decision
             reports = {
                 r.measures.device: r for r in measured_decision.reports if r.measures is not None
             }
-            for report in check.reports:
-                if isinstance(report, RankFlags):
-                    self._count_ranks(report)
-        for device in dict.fromkeys((self._device, *reports)):
-            its_own = attempt
-            if device != self._device:
-                skip = attempt.skip
-                its_own = RecordedStep(number, None if skip is None else to_device(skip, device))
-            parts = self._parts_of(device, reports[device]) if device in reports else []
-            uploads = self._uploads.setdefault(device, Uploads())
-            backend_for(device).note(
-                self._statistics[device],
-                its_own,
-                reports.get(device),
-                parts,
-                uploads,
-                notes_step=notes_step and device == self._device,
-            )
-            uploads.keep_while_captured(device)
+            of_ranks = [report for report in check.reports if isinstance(report, RankFlags)]
+        gradients = [Gradients(on, r, self._chunks_of(on, r)) for on, r in reports.items()]
+        counted_on = self._device if notes_step else None
+        self._found.append(Found(attempt, gradients, of_ranks, counted_on=counted_on))
+        self._add_arrived()
 
-    def _count_ranks(self, rank_flags: RankFlags) -> None:
-        """Count, for each rank, that it found an overflow."""
-        ranks, flags = tuple(rank_flags.ranks), to_device(rank_flags.flags, self._device) > 0
-        counts = self._by_rank.get(ranks)
-        if counts is None:
-            self._by_rank[ranks] = flags.to(torch.float32)
-        else:
-            counts.add_(flags)
+    def _add_arrived(self, *, wait: bool = False) -> None:
+        """Record the steps that have arrived; with ``wait``, wait for all of them."""
+        while self._found and (wait or self._found[0].done()):
+            self._found.popleft().add_to(self._statistics)
 
     def _decides_alone(self) -> bool:
         """Whether the optimizer makes no all-reduces. Creates no process group to find out."""
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
-    def _parts_of(self, device: torch.device, report: GradientReport) -> list[ChunkRange]:
-        """The chunks of each parameter in ``report``, cached while the rows stay the same."""
-        entry = self._parts.get(device)
+    def _chunks_of(self, device: torch.device, report: GradientReport) -> Chunks:
+        """Which parameter each chunk of ``report`` is of, cached while the rows stay the same."""
+        entry = self._chunks.get(device)
         if entry is not None and entry[0].rows == report.rows and entry[0].owners == report.owners:
             return entry[1]
         keys = {report.owners[row].key for row in report.rows}
         if not keys <= self._places.keys():
             self._grow()
-        parts, first = [], 0
-        for row, run in groupby(report.rows):
-            count = len(list(run))
-            place = self._places.get(report.owners[row].key)
-            if (
-                place is not None
-            ):  # else a parameter of another optimizer in ampopt.unscale_and_step
-                parts.append(ChunkRange(first, count, place[1]))
-            first += count
-        self._parts[device] = replace(report, flags=[], measures=None), parts
-        return parts
+        chunks, owners, places = [], [], []
+        for row, run in groupby(range(len(report.rows)), report.rows.__getitem__):
+            # A parameter of another optimizer in ampopt.unscale_and_step has no place.
+            if (place := self._places.get(report.owners[row].key)) is not None:
+                own = list(run)
+                chunks += own
+                owners += [len(places)] * len(own)
+                places.append(place[1])
+        where = self._statistics.by_device[device].numbers.device
+        numbers = (torch.tensor(x, dtype=torch.int64) for x in (chunks, owners, places))
+        made = Chunks(*(to_device(x, where) for x in numbers))
+        self._chunks[device] = replace(report, flags=[], measures=None), made
+        return made
 
     def _grow(self) -> None:
         """Extend the statistics by parameters that were added to the optimizer."""
@@ -463,11 +443,12 @@ class Watch:
                     self._places[id(param)] = (param.device, len(names))
                     names.append(gradients.name_of(self.optimizer.param_groups, param))
         for device, names in self._names.items():
-            old = self._statistics.get(device)
+            old = self._statistics.by_device.get(device)
             if old is None or old.places < len(names):
-                new = self._statistics[device] = zeros(len(names), self._last, device)
+                new = zeros(len(names), self._last, _memory(device))
+                self._statistics.by_device[device] = new
                 new.parameters[:, 0] = UNSEEN
-                new.parameters[:, 4] = self._norms(device)
+                new.parameters[:, 4] = to_device(self._norms(device), _memory(device))
                 if old is not None:
                     new.parameters[: old.places] = old.parameters
                     new.totals.copy_(old.totals)
@@ -515,6 +496,11 @@ class Watch:
             raise RuntimeError(
                 f"{call}: this watch is closed; make another, ampopt.Watch(optimizer)"
             )
+
+
+def _memory(device: torch.device) -> torch.device:
+    """Where the statistics of the parameters on ``device`` are: for accelerators, the host."""
+    return torch.device("cpu") if device.type in devices.ACCELERATORS else device
 
 
 def _numbers(name: str, entry: Any, *shape: int) -> Tensor:

@@ -3,6 +3,7 @@
 ``torch.cuda`` and ``torch.xpu`` have the same functions, but many are for the current device only.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ __all__ = [
     "Copying",
     "captures",
     "carried_into",
+    "copied_together",
     "copied_to_host",
     "current",
     "refuse_while_captured",
@@ -91,12 +93,36 @@ def copied_to_host(tensor: Tensor) -> Copying:
     """Start to copy ``tensor`` to the host. Does not synchronize with CUDA and XPU devices."""
     if tensor.device.type not in ACCELERATORS:
         return Copying(tensor.clone() if tensor.is_cpu else tensor.cpu(), None)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    with current(tensor.device):
-        copy.copy_(tensor, non_blocking=True)
-        event = torch.get_device_module(tensor.device).Event()
-        event.record(stream(tensor.device))
+    (copy,), (event,) = copied_together([tensor])
+    assert copy is not None
     return Copying(copy, event)
+
+
+def copied_together(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Any]]:
+    """Start to copy ``tensors`` from accelerators to the host. Does not synchronize.
+
+    Returns:
+        Copies, ``None`` for ``None``, and the events after which they are complete. The tensors of
+        other devices are returned as they are.
+    """
+    copies: list[Tensor | None] = []
+    sources = set()
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type in ACCELERATORS:
+            sources.add(tensor.device)
+            with current(tensor.device):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                tensor = copy.copy_(tensor.detach(), non_blocking=True)
+        copies.append(tensor)
+    return copies, [_recorded_event(device) for device in sources]
+
+
+def _recorded_event(device: torch.device) -> Any:
+    """An event after all work that is queued on the current stream of ``device``."""
+    with current(device):
+        event = torch.get_device_module(device).Event()
+        event.record(stream(device))
+    return event
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

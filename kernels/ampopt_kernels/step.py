@@ -20,13 +20,10 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.decide import RUNNING, Check, decide
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, WatchStatistics, note
 from ampopt_kernels.work import Work
 
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
@@ -180,19 +177,6 @@ class Backend(ABC):
         Stores the gradients unscaled, also if it skips, if ``decision.unscales``.
         Advances the scalar states first, unless control did: then ``decision.h`` is set.
         """
-
-    def note(
-        self,
-        statistics: WatchStatistics,
-        attempt: RecordedStep,
-        report: GradientReport | None,
-        parts: Sequence[ChunkRange],
-        uploads: Uploads,
-        *,
-        notes_step: bool,
-    ) -> None:
-        """Record a step; see :func:`ampopt_kernels.watch_statistics.note`."""
-        note(statistics, attempt, report, parts, uploads, notes_step=notes_step)
 
 
 def run(

@@ -1,6 +1,6 @@
-"""Statistics of parameters and steps that :mod:`ampopt.watching` keeps on a device.
+"""Statistics of parameters and steps that :mod:`ampopt.watching` keeps.
 
-One vector holds them all, so that one copy brings them to the host::
+One vector holds them all::
 
     parameters   COLUMNS numbers each: largest gradient magnitude, UNSEEN before the first gradient;
                  overflows; gradients that were not 0; those of them that float16 would flush to 0;
@@ -12,7 +12,6 @@ One vector holds them all, so that one copy brings them to the host::
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.uploads import Uploads
 
 __all__ = [
     "CAUSES",
@@ -32,7 +30,7 @@ __all__ = [
     "UNSEEN",
     "RecordedStep",
     "WatchStatistics",
-    "ChunkRange",
+    "Chunks",
     "note",
     "zeros",
 ]
@@ -51,18 +49,18 @@ UNSEEN = -1.0
 """The largest gradient magnitude of a parameter that has had no gradient yet."""
 
 
-class ChunkRange(NamedTuple):
-    """The chunks of one parameter in :class:`GradientReport`, and its row in the statistics.
+class Chunks(NamedTuple):
+    """Which chunks of a :class:`GradientReport` are counted, and for which parameters.
 
     Attributes:
-        first: index of the first chunk.
-        parts: number of chunks.
-        place: index of the parameter in :attr:`WatchStatistics.parameters`.
+        chunks: the indices of the chunks: int64, 1-d.
+        owners: for each of them, the index of its parameter in :attr:`places`.
+        places: the indices of the parameters in :attr:`WatchStatistics.parameters`.
     """
 
-    first: int
-    parts: int
-    place: int
+    chunks: Tensor
+    owners: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ def zeros(places: int, last: int, device: torch.device) -> WatchStatistics:
     return WatchStatistics(torch.zeros(size, dtype=widest(device), device=device), places)
 
 
-@dataclass(frozen=True)
-class RecordedStep:
+class RecordedStep(NamedTuple):
     """One step, applied or skipped. Tensors have one element, of any dtype.
 
     Attributes:
@@ -126,8 +123,7 @@ def note(
     statistics: WatchStatistics,
     attempt: RecordedStep,
     report: GradientReport | None,
-    parts: Sequence[ChunkRange],
-    uploads: Uploads,
+    chunks: Chunks | None,
     *,
     notes_step: bool,
 ) -> None:
@@ -135,38 +131,35 @@ def note(
 
     Args:
         statistics: the statistics to update in place.
-        attempt: the step; its tensors are on the device of the statistics.
-        report: flags and measures of the gradients, one chunk for each row; ``None`` if the
-            gradients were not measured.
-        parts: the chunk of each parameter of these statistics.
-        uploads: tables that are on the device already.
+        attempt: the step.
+        report: flags and measures of the gradients; ``None`` if they were not measured.
+        chunks: the chunks of ``report`` to count, on the device of the statistics.
         notes_step: whether to update totals and ring too, which one device of a step does.
     """
     device, wide = statistics.numbers.device, statistics.numbers.dtype
     zero = torch.zeros((), dtype=wide, device=device)
-    skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(wide)
+    skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(zero)
     squares = torch.full_like(zero, NOT_GIVEN)
-    if report is not None and report.measures is not None and parts:
-        firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
-        places = uploads.get("places", [p.place for p in parts], torch.int64, device)
-        measures = report.measures.to(device, wide)[firsts]
-        table = statistics.parameters[places]
-        table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
-        table[:, 2:4] += measures[:, 1:3] * (1 - skipped)
+    if report is not None and report.measures is not None and chunks and len(chunks.places):
+        measures = report.measures.to(device, wide)[chunks.chunks]
         squares = _in_order(measures[:, 3])
+        table = statistics.parameters[chunks.places]
+        table[:, 0] = torch.maximum(table[:, 0], _reduced(measures[:, 0], chunks, largest=True))
+        table[:, 2:4] += _reduced(measures[:, 1:3], chunks, largest=False) * (1 - skipped)
         if not report.surely_finite:
-            flags = report.flags_on(device).to(wide)[firsts]
+            of_chunks = report.flags_on(device).to(wide)[chunks.chunks]
+            flags = _reduced(of_chunks, chunks, largest=True)
             order = torch.arange(COLUMNS - COUNTS, device=device)
             oldest = order == (table[:, 1:2] % len(order))
             table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
             table[:, 1] += flags
             squares = squares.masked_fill((flags > 0).any(), float("inf"))
-        statistics.parameters[places] = table
+        statistics.parameters[chunks.places] = table
     if not notes_step:
         return
     cause = skipped
     if attempt.cause is not None:
-        cause = skipped * attempt.cause.reshape(()).to(wide).clamp(min=1)
+        cause = skipped * attempt.cause.reshape(()).to(zero).clamp(min=1)
     totals = statistics.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
@@ -175,6 +168,16 @@ def note(
     )
     entry = torch.stack([cause, scale, norm, squares, loss])
     statistics.ring[(attempt.number - 1) % len(statistics.ring)] = entry
+
+
+def _reduced(numbers: Tensor, chunks: Chunks, *, largest: bool) -> Tensor:
+    """The sum, or the largest, of the ``numbers`` of each parameter's chunks, none negative."""
+    if len(chunks.places) == len(chunks.chunks):
+        return numbers
+    result = numbers.new_zeros((len(chunks.places), *numbers.shape[1:]))
+    if largest:
+        return result.scatter_reduce_(0, chunks.owners, numbers, "amax")
+    return result.index_add_(0, chunks.owners, numbers)
 
 
 def _in_order(squares: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
 from ampopt_kernels.decide import LONGEST_WINDOW, RUNNING, Check, Window
 from ampopt_kernels.decision import Request
-from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Jump, Places
@@ -43,7 +42,6 @@ from ampopt_kernels.row_column_states import RowColumnStates
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.work import ParamRow, Work
 from evidence import machine_code
 
@@ -187,7 +185,7 @@ class Report:
         if self.error:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
-        if self.kernel in ("control", "sum", "watch"):
+        if self.kernel in ("control", "sum"):
             return (
                 line  # these read a few numbers for each parameter, and have no loop to report on
             )
@@ -298,13 +296,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
     backend = Triton(
         lambda device, kernel, n, arguments: recordings.append(RecordedLaunch(kernel, arguments))
     )
-    decision = run(lambda _: backend, [work], request)
-    if request.measure:
-        norm = torch.zeros(())
-        attempt = RecordedStep(1, decision.skip, norm, scale, norm, norm)
-        (report,) = (part for part in decision.reports if isinstance(part, GradientReport))
-        where = (zeros(1, 1, work.device), attempt, report, [ChunkRange(0, 1, 0)])
-        backend.note(*where, work.uploads, notes_step=True)
+    run(lambda _: backend, [work], request)
     return recordings
 
 

@@ -1,25 +1,24 @@
-"""The statistics of a watch on every backend, compared with a definition in plain Python."""
+"""The statistics of a watch, compared with a definition in plain Python."""
 
 import math
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kernel_rows import CPU, ENGINES
+from support.kernel_rows import CPU
 from support.strategies import fewer
 
 from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
     COUNTS,
     NOT_GIVEN,
     RING,
-    ChunkRange,
+    Chunks,
     RecordedStep,
+    note,
     zeros,
 )
 
@@ -41,13 +40,15 @@ class Step:
 
     def found(self):
         if not self.looked:
-            return None, []
+            return None, None
         flags = [flag for _, flag, _ in self.rows]
         flags = flags if self.host_sees else torch.tensor(flags, dtype=torch.float32)
         measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4)
         owners = [Owner("a parameter", 0)] * len(self.rows)
-        parts = [ChunkRange(i, 1, row[0]) for i, row in enumerate(self.rows)]
-        return GradientReport(flags, range(len(self.rows)), owners, measures), parts
+        of_chunks = torch.arange(len(self.rows))
+        places = torch.tensor([row[0] for row in self.rows], dtype=torch.int64)
+        report = GradientReport(flags, range(len(self.rows)), owners, measures)
+        return report, Chunks(of_chunks, of_chunks, places)
 
     def attempt(self, number):
         def given(x):
@@ -109,40 +110,30 @@ def defined(history):
     return table, totals, ring
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @fewer(0.5)
 @given(history=st.lists(steps, max_size=6))
-def test_each_backend_notes_what_is_defined(engine, history):
-    backend, statistics, uploads = ENGINES[engine](), zeros(PLACES, LAST, CPU), Uploads()
+def test_notes_what_is_defined(history):
+    statistics = zeros(PLACES, LAST, CPU)
     for number, step in enumerate(history, start=1):
-        report, parts = step.found()
-        attempt, notes_step = step.attempt(number), step.notes_step
-        backend.note(statistics, attempt, report, parts, uploads, notes_step=notes_step)
+        report, chunks = step.found()
+        note(statistics, step.attempt(number), report, chunks, notes_step=step.notes_step)
     table, totals, ring = defined(history)
     assert statistics.parameters.tolist() == table
     assert statistics.totals.tolist() == totals
-    noted = statistics.ring.tolist()
-    squares, expected = ([entry.pop(3) for entry in of] for of in (noted, ring))
-    assert noted == ring
-    if engine == "triton":  # which adds some at a time
-        assert squares == pytest.approx(expected, rel=1e-15)
-    else:
-        assert squares == expected
+    assert statistics.ring.tolist() == ring
 
 
-@pytest.mark.parametrize("engine", ["triton"])
-def test_a_parameter_in_several_parts_is_one(engine):
-    backend, statistics = ENGINES[engine](), zeros(1, 1, CPU)
-    parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
-    for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
-        report = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
-        backend.note(
-            statistics,
-            RecordedStep(number),
-            report,
-            [ChunkRange(0, 2, 0)],
-            Uploads(),
-            notes_step=True,
+def test_a_parameter_in_several_chunks_is_one():
+    statistics = zeros(3, 1, CPU)
+    measures = [[1.0, 4, 1, 2.0], [7.0, 7, 7, 7.0], [5.0, 3, 0, 25.0], [2.0, 1, 1, 4.0]]
+    chunks = Chunks(torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1]), torch.tensor([2, 0]))
+    owners = [Owner(name, 0) for name in ("weight", "of another optimizer", "bias")]
+    for number, flags in enumerate(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]), start=1):
+        report = GradientReport(
+            torch.tensor(flags), [0, 1, 0, 2], owners, torch.tensor(measures, dtype=torch.float64)
         )
-    assert statistics.parameters[0, :6].tolist() == [5.0, 1.0, 14.0, 2.0, 0.0, 2.0]
-    assert statistics.ring[0, 3] == math.inf
+        note(statistics, RecordedStep(number), report, chunks, notes_step=True)
+        assert statistics.ring[0, 3] == (31.0 if number == 1 else math.inf)
+    assert statistics.parameters[2, :6].tolist() == [5.0, 1.0, 14.0, 2.0, 0.0, 2.0]
+    assert statistics.parameters[0, :6].tolist() == [2.0, 0.0, 2.0, 2.0, 0.0, 0.0]
+    assert not statistics.parameters[1].any()

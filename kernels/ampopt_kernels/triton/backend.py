@@ -1,7 +1,6 @@
 """The Triton backend: each pass of a step is one multi-tensor launch over a table of addresses."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel, accumulate_launches
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
-from ampopt_kernels.triton.launch import ROWS, Launcher, launch
+from ampopt_kernels.triton.launch import Launcher, launch
 from ampopt_kernels.triton.lines import Lines, advance_row_column_states, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import (
     count_terms,
@@ -29,16 +28,6 @@ from ampopt_kernels.triton.reduce import (
 )
 from ampopt_kernels.triton.table import Table, hyper_table
 from ampopt_kernels.triton.update import update_kernel, update_launches
-from ampopt_kernels.triton.watch import watch_kernel
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.watch_statistics import (
-    COLUMNS,
-    COUNTS,
-    RING,
-    ChunkRange,
-    RecordedStep,
-    WatchStatistics,
-)
 from ampopt_kernels.work import Work
 
 __all__ = ["Triton"]
@@ -215,51 +204,6 @@ class Triton(Backend):
         arguments = sum_arguments(work, parts, sums)
         self._launch(work.device, sum_kernel, len(work.rows), arguments)
         return sums
-
-    def note(
-        self,
-        statistics: WatchStatistics,
-        attempt: RecordedStep,
-        report: GradientReport | None,
-        parts: Sequence[ChunkRange],
-        uploads: Uploads,
-        *,
-        notes_step: bool,
-    ) -> None:
-        """See :meth:`Backend.note`. One launch."""
-        device, numbers = statistics.numbers.device, statistics.numbers
-        if report is None or report.measures is None:
-            parts = ()
-        where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
-        optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm, attempt.loss)
-        skip, cause, scale, norm, loss = (numbers if x is None else x for x in optional)
-        arguments = {
-            # A pointer that is not read may be any of its dtype.
-            "flags": numbers.view(torch.float32) if report is None else report.flags_on(device),
-            "measures": numbers if report is None or report.measures is None else report.measures,
-            "parts": where,
-            "n_parts": len(parts),
-            "numbers": numbers,
-            "places": statistics.places,
-            "number": attempt.number,
-            "at": (attempt.number - 1) % len(statistics.ring),
-            "skip": skip,
-            "cause": cause,
-            "scale": scale,
-            "norm": norm,
-            "loss": loss,
-            "HAS_SKIP": attempt.skip is not None,
-            "HAS_CAUSE": attempt.cause is not None,
-            "HAS_SCALE": attempt.scale is not None,
-            "HAS_NORM": attempt.norm is not None,
-            "HAS_LOSS": attempt.loss is not None,
-            "STEP": notes_step,
-            "COUNTS": COUNTS,
-            "WIDTH": COLUMNS,
-            "RING": RING,
-            "BLOCK": ROWS,
-        }
-        self._launch(device, watch_kernel, 1 + len(parts), arguments)
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""

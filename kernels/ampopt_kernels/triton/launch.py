@@ -34,7 +34,7 @@ THREADS = 1 << 7
 PARTS = 1 << 10
 """Results of chunks that a program reads at a time, to reduce them."""
 ROWS = 1 << 7
-"""Rows that control advances, and blocks that watch reads, at a time."""
+"""Rows that control advances at a time."""
 
 TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,

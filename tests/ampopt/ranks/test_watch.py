@@ -13,8 +13,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.watching.reading import RankStatistics, merge
 from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
+from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, Chunks, RecordedStep, note, zeros
 
 INF = float("inf")
 
@@ -142,19 +141,14 @@ def test_a_norm_that_other_ranks_did_not_compute_is_none(two_ranks):
 @given(st.lists(st.sets(st.integers(1, 40), max_size=30), min_size=1, max_size=3))
 @example([set(range(1, 31)), {1, 2}])  # of which the first part tells no more
 def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
-    told, uploads, measures = [], Uploads(), torch.zeros(1, 4, dtype=torch.float64)
+    told, measures = [], torch.zeros(1, 4, dtype=torch.float64)
+    only = torch.zeros(1, dtype=torch.int64)
     for overflows in parts:
         statistics = zeros(1, 1, torch.device("cpu"))
         for number in sorted(overflows):
             found = GradientReport([True], [0], [Owner("weight", 0)], measures)
-            note(
-                statistics,
-                RecordedStep(number),
-                found,
-                [ChunkRange(0, 1, 0)],
-                uploads,
-                notes_step=False,
-            )
+            chunks = Chunks(only, only, only)
+            note(statistics, RecordedStep(number), found, chunks, notes_step=False)
         told.append(
             RankStatistics(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, [])
         )
