@@ -86,14 +86,14 @@ class ElementwiseOptimizer(Optimizer):
     counts are 0-d tensors on its device. ``unscale_and_step`` leaves ``p.grad`` scaled and
     unclipped.
 
-    Traps: with ``master_weights=True`` a step overwrites what else changes a parameter, such as
+    Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
     ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted; a ``step`` that a
     subclass overrides is rolled back or synchronizes: to refuse a step, override
     :meth:`check_step`.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
-    :doc:`/guides/precision`, :doc:`/guides/less_memory` (``state_bits``,
-    ``master_bits``), :doc:`/guides/how_a_step_runs` and :doc:`/guides/how_ranks_agree`.
+    :doc:`/guides/precision`, :doc:`/guides/less_memory` (``state_bits``, ``master_bits``),
+    :doc:`/guides/how_a_step_runs` and :doc:`/guides/how_ranks_agree`.
 
     Attributes:
         rule: the update. Assigning another rule, to the class or an instance, takes effect at the

@@ -53,7 +53,7 @@ class Optimizer(torch.optim.Optimizer):
     a wrong order raise a ``RuntimeError`` that names the call to make first.
 
     A step by a rule (:class:`ampopt.ElementwiseOptimizer`) never synchronizes, and an ordinary
-    ``step()`` does as ``skip_by`` says; a closure does once in each evaluation.
+    ``step()`` does as ``skip_by`` says; a closure synchronizes once in each evaluation.
     ``found_inf.item()`` and ``scale.item()`` wait for the device.
 
     Not detected, because a gradient does not show its scale: a step with another scale than the

@@ -116,7 +116,6 @@ PRINTED = {
 ON_RANKS = {
     "The script": 2,
     "DDP": 2,
-    "FSDP2 with offloaded parameters": 2,
     "An average of a sharded model": 2,
     "Tensor parallelism": 4,
     "FSDP1": 2,
