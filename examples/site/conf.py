@@ -58,6 +58,8 @@ _FILE = re.compile(rf"{re.escape(REPOSITORY)}/blob/main/([^)#]+)(#[^)]*)?(?=\))"
 _RAW = "https://raw.githubusercontent.com/ampopt/ampopt/"
 _PAGES = {"README.md": "index", "CHANGELOG.md": "changelog", "kernels/RESULTS.md": "results"}
 """Files of the repository that are pages of the site."""
+_NO_SENTENCE = ("```", "|", "#", "!", "<", "- ", "\n")
+"""What blocks, tables, headings, pictures, comments and lists begin with."""
 
 
 def _keep_the_version(app: Any, docname: str, source: list[str]) -> None:
@@ -98,10 +100,11 @@ def _write_llms_txt(app: Any, exception: Exception | None) -> None:
     lines = [f"# ampopt {release}", "", "> PyTorch optimizers with loss scaling built in.", ""]
     for part in app.env.collect_relations():
         text = Path(app.env.doc2path(part)).read_text(encoding="utf-8")
-        first = next((p for p in text.split("\n\n")[1:] if p[0].isalpha()), "")
+        first = next((p for p in text.split("\n\n")[1:] if not p.startswith(_NO_SENTENCE)), "")
         sentence = " ".join(first.split()).partition(". ")[0].rstrip(".")
         title = app.env.titles[part].astext()
-        lines.append(f"- [{title}](_sources/{part}.md.txt): {sentence}")
+        address = f"{part}.html" if "```{include}" in text[:20] else f"_sources/{part}.md.txt"
+        lines.append(f"- [{title}]({address})" + (f": {sentence}" if sentence else ""))
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
