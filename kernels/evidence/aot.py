@@ -128,7 +128,7 @@ class RecordedLaunch:
             on.append("24_bit_masters")
         if constants.get("JUMPS"):
             on.append("columns")
-        if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
+        if constants.get("ALIGNS", (2,))[0] == 1:
             on.append("unaligned")
         return "+".join(on) or "plain"
 

@@ -7,6 +7,14 @@ from torch import Tensor
 
 from ampopt_kernels.decision import Request
 from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.triton.chunks import (
+    chunk_of,
+    inverse_of,
+    load_if_live,
+    not_finite,
+    store_if_live,
+    streams_of,
+)
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.table import Table
 
@@ -82,26 +90,15 @@ def accumulate_kernel(
         BLOCK: elements that a program reads at a time.
     """
     program = first + tl.program_id(0)
-    row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
-    numel = tl.load(row + COLUMNS - 1)
-    grad = tl.load(row).to(tl.pointer_type(DTYPES[0])) + start
-    grad = tl.multiple_of(grad, tl.constexpr(ALIGNS[0]))  # pyright: ignore
-    total = tl.load(row + 1).to(tl.pointer_type(DTYPES[1])) + start
-    total = tl.multiple_of(total, tl.constexpr(ALIGNS[1]))  # pyright: ignore
-    inverse = tl.full((), 1.0, COMPUTE)
-    if HAS_SCALE:
-        # In float64, so that the float32 reciprocal is correctly rounded.
-        inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
+    _, row, start, end = chunk_of(table, blocks, program, chunk, COLUMNS)
+    grad, total = streams_of(row, start, DTYPES, ALIGNS)
+    inverse = inverse_of(scale, HAS_SCALE, COMPUTE)
     rejected = False
     if HAS_REJECT:
         rejected = tl.load(reject) > 0
 
-    # Offsets within the chunk fit 32 bits, which saves registers.
-    end = tl.minimum(numel - start, chunk).to(tl.int32)
     whole = end // BLOCK * BLOCK
     bad = tl.zeros((BLOCK,), tl.int32)
-    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         bad = bad | _add_block(
             grad, total, offset, end, inverse, rejected, COMPUTE, FRESH, HAS_REJECT, False, BLOCK
@@ -130,28 +127,16 @@ def _add_block(
     """Add ``BLOCK`` unscaled elements to their sums; 1 for each that makes its sum non-finite."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
-    if MASKED:
-        x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
-    else:
-        x = tl.load(grad + at).to(COMPUTE) * inverse
+    x = load_if_live(grad + at, live, MASKED).to(COMPUTE) * inverse
     if FRESH:
         old = tl.zeros((BLOCK,), COMPUTE)
         new = x
     else:
-        old = tl.load(total + at, mask=live, other=0) if MASKED else tl.load(total + at)
+        old = load_if_live(total + at, live, MASKED)
         new = old + x
     if HAS_REJECT:
         new = tl.where(rejected, old, new)
-    if MASKED:
-        tl.store(total + at, new, mask=live)
-    else:
-        tl.store(total + at, new)
+    store_if_live(total + at, new, live, MASKED)
     # A sum that was not finite before this gradient is not counted as its overflow.
-    bad = _not_finite(x) | (_not_finite(new) & (1 - _not_finite(old)))
+    bad = not_finite(x) | (not_finite(new) & (1 - not_finite(old)))
     return tl.where(live, bad, 0)
-
-
-@jit
-def _not_finite(x):
-    """1 for each element of ``x`` that is inf or NaN, else 0."""
-    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)

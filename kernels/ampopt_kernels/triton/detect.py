@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampopt_kernels.decision import Request
 from ampopt_kernels.language import jit, kernel, rounded, tl
+from ampopt_kernels.triton.chunks import chunk_of, inverse_of, not_finite, streams_of
 from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES
 from ampopt_kernels.triton.table import Table
 
@@ -42,8 +43,8 @@ def detect_launches(
                 "flags": flags,
                 "squares": squares,
                 "measures": measures,
-                "DTYPE": TRITON_DTYPES[dtype],
-                "ALIGN": group.align,
+                "DTYPES": (TRITON_DTYPES[dtype],),
+                "ALIGNS": (group.align,),
                 "HAS_SCALE": request.scale is not None,
                 "WRITE": request.write,
                 "NORM": request.max_norm is not None,
@@ -63,9 +64,9 @@ def detect_kernel(
     flags,
     squares,
     measures,
-    DTYPE: tl.constexpr,
+    DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGNS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
@@ -95,9 +96,9 @@ def detect_kernel(
             squares; 0 for a row that is not part of the norm.
         measures: float64, shape (programs of all launches, 4), written if ``MEASURE``; see
             ``GradientReport.measures``.
-        DTYPE: dtype of the gradients.
+        DTYPES: the dtype of the gradients, in a tuple.
         COMPUTE: the arithmetic dtype, float32 or float64.
-        ALIGN: a power of two in bytes that divides the address of every gradient.
+        ALIGNS: a power of two in bytes that divides the address of every gradient, in a tuple.
         HAS_SCALE: whether the gradients are multiplied by a loss scale.
         WRITE: whether to store the unscaled gradients in place of the scaled ones.
         NORM: whether to sum squares.
@@ -107,25 +108,15 @@ def detect_kernel(
         AHEAD: loads that are issued before the first is used.
     """
     program = first + tl.program_id(0)
-    row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
-    numel = tl.load(row + COLUMNS - 1)
-    address = tl.load(row)
-    grad = tl.multiple_of(address.to(tl.pointer_type(DTYPE)) + start, ALIGN)
-    inverse = tl.full((), 1.0, COMPUTE)
-    if HAS_SCALE:
-        # In float64, so that the float32 reciprocal is correctly rounded.
-        inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
-
-    # Offsets within the chunk fit 32 bits, which saves registers. Without a gradient, none is read.
-    end = tl.where(address != 0, tl.minimum(numel - start, chunk), 0).to(tl.int32)
+    _, row, start, end = chunk_of(table, blocks, program, chunk, COLUMNS)
+    (grad,) = streams_of(row, start, DTYPES, ALIGNS)
+    inverse = inverse_of(scale, HAS_SCALE, COMPUTE)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     largest = tl.zeros((BLOCK // 4,), COMPUTE)
     nonzeros = tl.zeros((BLOCK // 4,), tl.int32)
     flushed = tl.zeros((BLOCK // 4,), tl.int32)
-    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     lanes = tl.arange(0, BLOCK)
     for offset in range(0, whole, AHEAD * BLOCK):
         blocks_read = ()
@@ -133,25 +124,25 @@ def detect_kernel(
             blocks_read = blocks_read + (tl.load(grad + offset + i * BLOCK + lanes),)
         for i in tl.static_range(AHEAD):
             x = blocks_read[i].to(COMPUTE) * inverse  # pyright: ignore
-            bad = bad | _not_finite(x)
+            bad = bad | not_finite(x)
             if NORM or MEASURE:
                 total = _plus_square(total, x)
             if MEASURE:
                 largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
             if WRITE:
-                tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPE))
+                tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPES[0]))
     for offset in range(whole, end, BLOCK):
         at = offset + lanes
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
         # A masked lane is 0, or NaN if the reciprocal is inf; live lanes then overflow as well.
-        bad = bad | _not_finite(x)
+        bad = bad | not_finite(x)
         if NORM or MEASURE:
             total = _plus_square(total, x)
         if MEASURE:
             largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
         if WRITE:
-            tl.store(grad + at, rounded(x, DTYPE), mask=live)
+            tl.store(grad + at, rounded(x, DTYPES[0]), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
     if NORM or MEASURE:
         in_norm = tl.load(row + COLUMNS - 3)
@@ -163,12 +154,6 @@ def detect_kernel(
             tl.store(measures + 4 * program + 1, tl.sum(nonzeros, 0).to(tl.float64))
             tl.store(measures + 4 * program + 2, tl.sum(flushed, 0).to(tl.float64))
             tl.store(measures + 4 * program + 3, square)
-
-
-@jit
-def _not_finite(x):
-    """1 for each element of ``x`` that is inf or NaN, else 0."""
-    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
 
 
 @jit

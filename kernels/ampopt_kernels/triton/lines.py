@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.row_column_states import EVEN, LineSums, RowColumnStates, advance_stack
+from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import Table
@@ -317,11 +318,7 @@ def line_kernel(
     tile = tiles + 4 * (first + tl.program_id(0)).to(tl.int64)
     index = tl.load(tile)
     row = table + index * COLUMNS
-    inverse = tl.load(coefficients + 1).to(COMPUTE)
-    clip = tl.load(coefficients + 2).to(COMPUTE)
-    h = ()
-    for i in tl.static_range(N_H):
-        h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
+    inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
     m = tl.load(row + SIZES)
     n = tl.multiple_of(tl.load(row + SIZES + 1), EVEN)
     line = tl.multiple_of(tl.load(tile + 1), LINES) + tl.arange(0, LINES)
@@ -338,10 +335,7 @@ def line_kernel(
         lines = tl.multiple_of(numel // m, EVEN)
         start = line + line // n * (m - 1) * n
         start = tl.max_contiguous(tl.multiple_of(start, EVEN), EVEN)
-    streams = ()
-    for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
-        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
+    streams = streams_of(row, 0, DTYPES, ALIGNS)
     # Without a gradient, nothing is read, and the sums are 0.
     end = tl.where(tl.load(row) != 0, tl.minimum(begin + SPAN, length), begin)
     there = line < lines

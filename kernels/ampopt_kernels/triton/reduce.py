@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.triton.codecs import decoded, decoding_arguments, scales_at
+from ampopt_kernels.triton.chunks import chunk_of, numbers_of, streams_of, values_of
+from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
 from ampopt_kernels.triton.launch import PARTS, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
@@ -134,29 +135,15 @@ def reduce_kernel(
     if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
-    index = tl.load(blocks + 2 * program).to(tl.int64)
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
-    row = table + index * COLUMNS
-    inverse = tl.load(coefficients + 1).to(COMPUTE)
-    clip = tl.load(coefficients + 2).to(COMPUTE)
-    h = ()
-    for i in tl.static_range(N_H):
-        h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
-    streams = ()
-    for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
-        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
-
-    # Without a gradient, nothing is read, and the sums are 0.
-    numel = tl.load(row + COLUMNS - 1)
-    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, CHUNK), 0).to(tl.int32)
+    index, row, start, end = chunk_of(table, blocks, program, CHUNK, COLUMNS)
+    inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+    streams = streams_of(row, start, DTYPES, ALIGNS)
     whole = end // BLOCK * BLOCK
     factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE, EVEN)
     scales = scales_at(row + SCALES, start, CODECS)
     totals = ()
     for _ in tl.static_range(N_TERMS):
         totals = totals + (tl.zeros((BLOCK // 4,), tl.float64),)
-    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
             totals, streams, offset, end, inverse, clip, h, factors_at, place,
@@ -201,16 +188,9 @@ def _with_block(
     """``totals`` with the terms of ``BLOCK`` more elements."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
-    values = ()
-    for i in tl.static_range(len(DTYPES)):
-        # A stream that no term uses costs nothing: the compiler removes the unused load.
-        if MASKED:
-            x = tl.load(streams[i] + at, mask=live, other=0)
-        else:
-            x = tl.load(streams[i] + at)
-        if len(CODECS[i]) > 0:
-            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
-        values = values + (x.to(COMPUTE),)
+    values = values_of(
+        streams, at, live, scales, offset, end, COMPUTE, len(DTYPES), CODECS, DECODES, MASKED, BLOCK
+    )
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     param, state = with_master(values, LOW, DTYPES)
     state = state + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)

@@ -15,9 +15,15 @@ from torch import Tensor
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.low_bits import split
 from ampopt_kernels.stochastic import rounded_stochastically
+from ampopt_kernels.triton.chunks import (
+    chunk_of,
+    numbers_of,
+    store_if_live,
+    streams_of,
+    values_of,
+)
 from ampopt_kernels.triton.codecs import (
     arguments_of,
-    decoded,
     scales_at,
     store_codes,
     uniform_of,
@@ -146,23 +152,9 @@ def update_kernel(
     if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
-    index = tl.load(blocks + 2 * program).to(tl.int64)
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
-    row = table + index * COLUMNS
-    numel = tl.load(row + COLUMNS - 1)
-    inverse = tl.load(coefficients + 1).to(COMPUTE)
-    clip = tl.load(coefficients + 2).to(COMPUTE)
-    h = ()
-    for i in tl.static_range(N_H):
-        h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
-    # Pointers to gradient, parameter and states. The compiler knows no alignment of an address
-    # that was loaded, so it is stated here.
-    streams = ()
-    for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
-        # `tl.constexpr(...)` must be written inside the call: assigned to a name first, it would
-        # become a run-time value.
-        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
+    index, row, start, end = chunk_of(table, blocks, program, CHUNK, COLUMNS)
+    inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+    streams = streams_of(row, start, DTYPES, ALIGNS)
 
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
@@ -172,11 +164,7 @@ def update_kernel(
     if KEYED:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
-    # Offsets within the chunk fit 32 bits, which saves registers. Without a gradient, nothing is
-    # read or written.
-    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, CHUNK), 0).to(tl.int32)
     whole = end // BLOCK * BLOCK
-    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         _update_block(
             streams,
@@ -248,15 +236,10 @@ def _update_block(
     """Apply the rule to ``BLOCK`` elements, and store them; see the kernel."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
-    values = ()
-    for i in tl.static_range(len(DTYPES) - HAS_COPY):
-        if MASKED:
-            x = tl.load(streams[i] + at, mask=live, other=0)
-        else:
-            x = tl.load(streams[i] + at)
-        if len(CODECS[i]) > 0:
-            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
-        values = values + (x.to(COMPUTE),)
+    values = values_of(
+        streams, at, live, scales, offset, end, COMPUTE, len(DTYPES) - HAS_COPY, CODECS, DECODES,
+        MASKED, BLOCK,
+    )  # fmt: skip
     # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     old, state = with_master(values, LOW, DTYPES)
@@ -280,10 +263,7 @@ def _update_block(
             )  # fmt: skip
         else:
             value = _rounded(new[i], places, key, DTYPES[i + 1], STOCHASTIC and i == 0)
-            if MASKED:
-                tl.store(streams[i + 1] + at, value, mask=live)
-            else:
-                tl.store(streams[i + 1] + at, value)
+            store_if_live(streams[i + 1] + at, value, live, MASKED)
 
 
 @jit

@@ -1,0 +1,127 @@
+"""The chunk of one parameter that a program works on: where it is, and how it is read and written.
+
+Every access comes twice: whole blocks need no mask, and only unmasked accesses to aligned addresses
+are 16 bytes wide.
+"""
+
+from ampopt_kernels.language import jit, tl
+from ampopt_kernels.triton.codecs import decoded
+
+__all__ = [
+    "chunk_of",
+    "inverse_of",
+    "load_if_live",
+    "not_finite",
+    "numbers_of",
+    "store_if_live",
+    "streams_of",
+    "values_of",
+]
+
+
+@jit
+def chunk_of(table, blocks, program, chunk, COLUMNS: tl.constexpr):
+    """The chunk of a program.
+
+    Args:
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        blocks: int32, shape (programs, 2): row and chunk of each program.
+        program: the number of the program in ``blocks``.
+        chunk: elements for each program.
+        COLUMNS: the width of ``table``.
+
+    Returns:
+        The index of the row; the pointer to it; the chunk's first element; and the number of its
+        elements, 0 for a row without a gradient. That number and offsets within the chunk are
+        int32, which saves registers.
+    """
+    index = tl.load(blocks + 2 * program).to(tl.int64)
+    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
+    row = table + index * COLUMNS
+    numel = tl.load(row + COLUMNS - 1)
+    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, chunk), 0).to(tl.int32)
+    return index, row, start, end
+
+
+@jit
+def streams_of(row, start, DTYPES: tl.constexpr, ALIGNS: tl.constexpr):
+    """Pointers to element ``start`` of the tensors in the first columns of a row.
+
+    The compiler knows no alignment of an address that was loaded, so it is stated here.
+
+    Args:
+        row: pointer to the row.
+        start: the element.
+        DTYPES: the dtype of each tensor.
+        ALIGNS: for each, a power of two in bytes that divides its address.
+    """
+    streams = ()
+    for i in tl.static_range(len(DTYPES)):
+        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
+        # `tl.constexpr(...)` must be written inside the call: assigned to a name first, it would
+        # become a run-time value.
+        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
+    return streams
+
+
+@jit
+def numbers_of(coefficients, h_table, index, N_H: tl.constexpr, COMPUTE: tl.constexpr):
+    """The reciprocal of the loss scale, the clip coefficient, and the scalars ``h`` of a row."""
+    inverse = tl.load(coefficients + 1).to(COMPUTE)
+    clip = tl.load(coefficients + 2).to(COMPUTE)
+    h = ()
+    for i in tl.static_range(N_H):
+        h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
+    return inverse, clip, h
+
+
+@jit
+def inverse_of(scale, HAS_SCALE: tl.constexpr, COMPUTE: tl.constexpr):
+    """The reciprocal of the loss scale; 1 without one."""
+    inverse = tl.full((), 1.0, COMPUTE)
+    if HAS_SCALE:
+        # In float64, so that the float32 reciprocal is correctly rounded.
+        inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
+    return inverse
+
+
+@jit
+def load_if_live(at, live, MASKED: tl.constexpr):
+    """The block at the pointers ``at``; 0 where not ``live``, if ``MASKED``."""
+    if MASKED:
+        return tl.load(at, mask=live, other=0)
+    else:
+        return tl.load(at)
+
+
+@jit
+def store_if_live(at, value, live, MASKED: tl.constexpr):
+    """Store a block at the pointers ``at``; only where ``live``, if ``MASKED``."""
+    if MASKED:
+        tl.store(at, value, mask=live)
+    else:
+        tl.store(at, value)
+
+
+@jit
+def values_of(
+    streams, at, live, scales, offset, end, COMPUTE: tl.constexpr, N: tl.constexpr,
+    CODECS: tl.constexpr, DECODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The elements ``at`` of the first ``N`` streams, decoded, in the arithmetic dtype.
+
+    A stream that is not used costs nothing: the compiler removes the load.
+    """
+    values = ()
+    for i in tl.static_range(N):
+        x = load_if_live(streams[i] + at, live, MASKED)
+        if len(CODECS[i]) > 0:
+            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
+        values = values + (x.to(COMPUTE),)
+    return values
+
+
+@jit
+def not_finite(x):
+    """1 for each element of ``x`` that is inf or NaN, else 0."""
+    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
