@@ -46,8 +46,8 @@ class Request:
             clip nothing; ``None`` for no norm.
         write: whether to store the unscaled gradients in place of the scaled ones: detect does, so
             that ``update`` need not unscale, or ``update`` (:attr:`Backend.unscales_in_update`).
-        accumulate: whether to add the unscaled gradients to sums instead of detect. No update is
-            applied then.
+        accumulate: whether detect adds the unscaled gradients to the sums that ``param`` of each
+            row is. No update is applied then.
         apply: whether to advance scalar states and update parameters.
         agree: ``agree(partials, found_inf, device) -> partials``: all-reduces flags and sums of
             squares over ranks, and returns one flag and one sum, on ``device``.

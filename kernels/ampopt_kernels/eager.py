@@ -46,12 +46,12 @@ def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
     return ~extremes.isfinite().all()
 
 
-def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partials:
-    """The method :meth:`Backend.accumulate` of backends that run torch operations.
+def accumulate_gradients(work: Work, request: Request, *, host_sees: bool) -> Partials:
+    """Add gradients to sums, as :meth:`Backend.detect` does; see :attr:`Request.accumulate`.
 
     The flags are those of chunks of at most :data:`CHUNK` elements.
     """
-    read = Tensor.item if self.host_sees else widened
+    read = Tensor.item if host_sees else widened
     inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
     rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
     flags, rows = [], []
@@ -78,7 +78,6 @@ class Eager(Backend):
     """Torch operations on one parameter after another: the specification of every rule."""
 
     name = "eager"
-    accumulate = accumulate_gradients
 
     def __init__(self, *, host_sees: bool = False) -> None:
         """Choose where decisions are made; see :attr:`Backend.host_sees`."""
@@ -86,6 +85,8 @@ class Eager(Backend):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each row that has elements."""
+        if request.accumulate:
+            return accumulate_gradients(work, request, host_sees=self.host_sees)
         inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None

@@ -54,7 +54,7 @@ class Backend(ABC):
         """
 
     def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
-        """Run the part of :meth:`detect`, :meth:`accumulate` and :meth:`control` that may fail.
+        """Run the part of :meth:`detect` and :meth:`control` that may fail.
 
         Called for the works of all devices if something is written before control has decided:
         gradients, their sums, or the statistics of skip conditions.
@@ -69,16 +69,10 @@ class Backend(ABC):
     def detect(self, work: Work, request: Request) -> Partials:
         """Read every gradient once: test it for inf/NaN, sum its squares, measure it.
 
-        Stores it unscaled if ``request.write``.
-        """
-
-    @abstractmethod
-    def accumulate(self, work: Work, request: Request) -> Partials:
-        """Add every gradient, unscaled, to ``row.param``, which holds a sum.
-
-        Tests gradients as :meth:`detect` does, and the sums too. A sum whose flag says that it is
-        empty is overwritten without being read. If ``request.found_inf`` is more than 0, no sum
-        changes, but empty ones become 0.
+        Stores it unscaled if ``request.write``. If ``request.accumulate``, neither sums squares nor
+        measures, but adds it unscaled to ``row.param``, and tests that sum, too. A sum whose flag
+        says that it is empty is overwritten without being read. If ``request.found_inf`` is more
+        than 0, no sum changes, but empty ones become 0.
         """
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -215,8 +209,7 @@ def run(
                 backend.prepare_decision(work, on_device, decides=work is first)
         results = []
         for backend, work, on_device in zip(backends, works, requests, strict=True):
-            detect = backend.accumulate if request.accumulate else backend.detect
-            results.append(detect(work, on_device))
+            results.append(backend.detect(work, on_device))
         partials = results[0] if not others else _joined(results, first.device)
         if request.agree is not None:
             reduced = request.agree(partials, first_request.found_inf, first.device)

@@ -71,8 +71,8 @@ def assembly(compiled, line):
         ("detect", "scale", "bfloat16", 2),
         ("detect", "scale+write", "float32", 8),
         ("detect", "scale+write", "bfloat16", 4),
-        ("accumulate", "scale", "float32", 12),
-        ("accumulate", "fresh+scale", "bfloat16", 6),
+        ("detect", "scale+add", "float32", 12),
+        ("detect", "scale+add+fresh", "bfloat16", 6),
         ("line", "adafactor+rows", "float32", 4),
         ("update", "adam", "float32", 28),
         ("update", "adam", "bfloat16", 14),
@@ -174,11 +174,11 @@ def test_detect_reads_each_byte_once_sixteen_at_a_time(compiled, variant, dtype)
 
 
 @pytest.mark.parametrize("dtype", aot.DTYPES)
-@pytest.mark.parametrize("variant", ["scale", "fresh+scale", "scale+reject"])
-def test_accumulate_moves_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
+@pytest.mark.parametrize("variant", ["scale+add", "scale+add+fresh", "scale+add+reject"])
+def test_detect_with_sums_moves_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
     size = getattr(torch, dtype).itemsize
     sums = max(size, 4) * (1 if "fresh" in variant else 2)
-    assert_streams(of(compiled, "accumulate", variant, dtype), size + sums)
+    assert_streams(of(compiled, "detect", variant, dtype), size + sums)
 
 
 def assert_streams(line, bytes_moved):
@@ -254,7 +254,7 @@ def test_nothing_spills(compiled):
 
 def test_every_dtype_is_compiled_for_every_target(compiled):
     """Kernels that depend on a dtype are compiled for all dtypes."""
-    for kernel in ("detect", "accumulate", "update"):
+    for kernel in ("detect", "update"):
         pairs = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == kernel}
         assert pairs == set(itertools.product(aot.DTYPES, aot.TARGETS)), kernel
 

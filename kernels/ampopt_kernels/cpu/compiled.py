@@ -41,7 +41,6 @@ class Compiled(Backend):
     name = "compiled"
     host_sees = True
     unscales_in_update = True
-    accumulate = accumulate_gradients
 
     def __init__(self, *, falls_back: bool = False) -> None:
         """Compile what every step needs.
@@ -77,6 +76,8 @@ class Compiled(Backend):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
+        if request.accumulate:
+            return accumulate_gradients(work, request, host_sees=True)
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         table, n, flags, squares = Table.of(work), len(work.rows), bytearray(len(work.rows)), None
         measures = None

@@ -14,7 +14,6 @@ from ampopt_kernels.native import objects
 from ampopt_kernels.row_column_states import LineSums
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.triton.accumulate import accumulate_kernel, accumulate_launches
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
 from ampopt_kernels.triton.launch import Launcher, launch
@@ -95,8 +94,7 @@ class Triton(Backend):
         if kind in self._prepared:
             return
         compiling = self._compiling()
-        detect = compiling.accumulate if request.accumulate else compiling.detect
-        partials = detect(work, request)
+        partials = compiling.detect(work, request)
         if decides:
             if request.agree is not None and request.check:
                 request = replace(
@@ -125,14 +123,6 @@ class Triton(Backend):
         measured = measures if request.measure else None
         report = GradientReport(flags, table.row_of_block, work.owners, measured)
         return Partials(flags, squares if norm else None, (report,))
-
-    def accumulate(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.accumulate`. There is one flag for each chunk."""
-        table = Table.of(work)
-        flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
-        for programs, arguments in accumulate_launches(table, request, flags):
-            self._launch(work.device, accumulate_kernel, programs, arguments)
-        return Partials(flags, None, (GradientReport(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Scalar states that need no sums advance here too."""

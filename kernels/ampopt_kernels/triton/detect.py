@@ -1,4 +1,4 @@
-"""Detect: read every gradient once, for non-finite values and for the squared norm.
+"""Detect: read every gradient once, for non-finite values, the squared norm, and sums over calls.
 
 The norm is summed in float64 and in a fixed order. The CPU backends sum in another order: their
 norm may differ by an ulp of float64, and so may clipped steps of float64 parameters. Summed are
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ampopt_kernels.decision import Request
 from ampopt_kernels.language import jit, kernel, rounded, tl
-from ampopt_kernels.triton.chunks import chunk_of, inverse_of, not_finite, streams_of
+from ampopt_kernels.triton.chunks import (
+    chunk_of,
+    inverse_of,
+    load_if_live,
+    not_finite,
+    store_if_live,
+    streams_of,
+)
 from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES
 from ampopt_kernels.triton.table import Table
 
@@ -33,23 +40,28 @@ def detect_launches(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of programs and the arguments of each launch of ``detect_kernel``."""
     for group in table.launches:
-        dtype = group.like.grad_dtype
+        row, n = group.like, 1 + request.accumulate
+        ahead = AHEAD * THREADS // (row.grad_dtype.itemsize * table.block)
         yield (
             group.programs,
             {
                 **table.arguments_of(group),
                 "chunk": table.chunk,
                 "scale": flags if request.scale is None else request.scale,
+                "reject": flags if request.found_inf is None else request.found_inf,
                 "flags": flags,
                 "squares": squares,
                 "measures": measures,
-                "DTYPES": (TRITON_DTYPES[dtype],),
-                "ALIGNS": (group.align,),
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
+                "ALIGNS": group.aligns if request.accumulate else (group.align,),
                 "HAS_SCALE": request.scale is not None,
                 "WRITE": request.write,
                 "NORM": request.max_norm is not None,
                 "MEASURE": request.measure,
-                "AHEAD": AHEAD * THREADS // (dtype.itemsize * table.block),
+                "ADD": request.accumulate,
+                "FRESH": request.accumulate and row.flags[0],
+                "HAS_REJECT": request.accumulate and request.found_inf is not None,
+                "AHEAD": 1 if request.accumulate else ahead,
             },
         )
 
@@ -61,6 +73,7 @@ def detect_kernel(
     first,
     chunk,
     scale,
+    reject,
     flags,
     squares,
     measures,
@@ -71,15 +84,19 @@ def detect_kernel(
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
     MEASURE: tl.constexpr,
+    ADD: tl.constexpr,
+    FRESH: tl.constexpr,
+    HAS_REJECT: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Test one chunk of one unscaled gradient for inf and NaN, and sum its squares.
+    """Test one chunk of one unscaled gradient for inf and NaN, and sum its squares or add it.
 
     ``x = grad / scale``, in the arithmetic dtype; ``flags[program] = any(not isfinite(x))``;
-    ``squares[program] = sum(x * x)``, in float64. Reads each element once. Writes ``flags``,
-    ``squares`` and ``measures``, and, if ``WRITE``, the gradients.
+    ``squares[program] = sum(x * x)``, in float64. If ``ADD``, ``sum += x``, or ``sum = x`` if
+    ``FRESH``. Reads each element once. Writes ``flags``, ``squares`` and ``measures``, and the
+    gradients if ``WRITE``, and the sums if ``ADD``.
 
     One program for each chunk. A launch has the rows of one kind: the same dtypes, flags and
     alignment.
@@ -90,26 +107,35 @@ def detect_kernel(
         first: the number of this launch's first program in ``blocks``.
         chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
         scale: one element, the loss scale of the gradients; read if ``HAS_SCALE``.
+        reject: one element, more than 0 to leave the sums as they are (0 if ``FRESH``); read if
+            ``HAS_REJECT``.
         flags: float32, shape (programs of all launches,), written: 1 if the chunk has a non-finite
-            value after unscaling, else 0.
+            value after unscaling, or one that makes a finite sum non-finite; else 0.
         squares: float64, shape (programs of all launches,), written if ``NORM``: the sum of
             squares; 0 for a row that is not part of the norm.
         measures: float64, shape (programs of all launches, 4), written if ``MEASURE``; see
             ``GradientReport.measures``.
-        DTYPES: the dtype of the gradients, in a tuple.
+        DTYPES: the dtype of the gradients; if ``ADD``, that of the sums, too.
         COMPUTE: the arithmetic dtype, float32 or float64.
-        ALIGNS: a power of two in bytes that divides the address of every gradient, in a tuple.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
         HAS_SCALE: whether the gradients are multiplied by a loss scale.
         WRITE: whether to store the unscaled gradients in place of the scaled ones.
         NORM: whether to sum squares.
         MEASURE: whether to measure the gradients.
+        ADD: whether to add the gradients to sums, whose addresses are in the parameter's column.
+        FRESH: whether the sums are uninitialized; they are written and not read.
+        HAS_REJECT: whether ``reject`` is passed.
         COLUMNS: the width of ``table``.
         BLOCK: elements of one load.
         AHEAD: loads that are issued before the first is used.
     """
     program = first + tl.program_id(0)
     _, row, start, end = chunk_of(table, blocks, program, chunk, COLUMNS)
-    (grad,) = streams_of(row, start, DTYPES, ALIGNS)
+    streams = streams_of(row, start, DTYPES, ALIGNS)
+    grad, sums = streams[0], streams[len(DTYPES) - 1]
+    rejected = False
+    if HAS_REJECT:
+        rejected = tl.load(reject) > 0
     inverse = inverse_of(scale, HAS_SCALE, COMPUTE)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
@@ -131,6 +157,9 @@ def detect_kernel(
                 largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
             if WRITE:
                 tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPES[0]))
+            if ADD:
+                at = offset + i * BLOCK + lanes
+                bad = bad | _add(sums + at, x, rejected, at < end, FRESH, HAS_REJECT, False)
     for offset in range(whole, end, BLOCK):
         at = offset + lanes
         live = at < end
@@ -143,6 +172,8 @@ def detect_kernel(
             largest, nonzeros, flushed = _measured(largest, nonzeros, flushed, x, BLOCK)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPES[0]), mask=live)
+        if ADD:
+            bad = bad | _add(sums + at, x, rejected, live, FRESH, HAS_REJECT, True)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
     if NORM or MEASURE:
         in_norm = tl.load(row + COLUMNS - 3)
@@ -154,6 +185,24 @@ def detect_kernel(
             tl.store(measures + 4 * program + 1, tl.sum(nonzeros, 0).to(tl.float64))
             tl.store(measures + 4 * program + 2, tl.sum(flushed, 0).to(tl.float64))
             tl.store(measures + 4 * program + 3, square)
+
+
+@jit
+def _add(
+    sums, x, rejected, live, FRESH: tl.constexpr, HAS_REJECT: tl.constexpr, MASKED: tl.constexpr
+):
+    """Add the block ``x`` to the sums at these pointers; 1 for each that was finite, and is not."""
+    if FRESH:
+        old = tl.zeros_like(x)
+        new = x
+    else:
+        old = load_if_live(sums, live, MASKED)
+        new = old + x
+    if HAS_REJECT:
+        new = tl.where(rejected, old, new)
+    store_if_live(sums, new, live, MASKED)
+    # A sum that was not finite before this gradient is not counted as its overflow.
+    return not_finite(new) & (1 - not_finite(old))
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The pass accumulate, on every backend: the sums, and the overflow flags."""
+"""Detect with sums, on every backend: the sums, and the overflow flags."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, be
     work, placed, grads = summing(plan, begun)
     around = [p.around() for p in placed]
     external = None if reject is None else torch.tensor(reject)
-    partials = ENGINES[engine]().accumulate(work, request(scale, found_inf=external))
+    partials = ENGINES[engine]().detect(work, request(scale, found_inf=external))
     bad = False
     for row, grad_after, grad, number in zip(work.rows, work.grads, grads, begun, strict=False):
         new = old = torch.full_like(grad, number or 0.0, dtype=arithmetic(grad.dtype))
@@ -83,7 +83,7 @@ def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, be
 def test_two_finite_gradients_whose_sum_is_not_are_found(engine, n, dtype):
     grad, total = torch.ones(n, dtype=dtype), torch.ones(n)
     grad[-1], total[-1] = 3e38, 3e38
-    partials = ENGINES[engine]().accumulate(
+    partials = ENGINES[engine]().detect(
         Work(CPU, [ParamRow(dtype, total, flags=(False,))], [grad]), request(None)
     )
     assert partials.flags_on(CPU).any()
