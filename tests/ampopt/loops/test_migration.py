@@ -144,6 +144,42 @@ def test_a_scale_continues_as_in_the_other_system(case, names, window, hysteresi
         assert scale.item() == system.scale
 
 
+def loss_of(model, number):
+    torch.manual_seed(number)
+    with torch.autocast("cpu", torch.float16):
+        return model(torch.randn(32, 64)).square().mean()
+
+
+def train_with_torch(model, optimizer, scaler, numbers):
+    for number in numbers:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_run_of_torch_continues_as_with_torch():
+    """From the states of torch's optimizer and scaler, skips and growth of the scale included."""
+    model = torch.nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=5)
+    train_with_torch(model, optimizer, scaler, range(20))
+
+    here = torch.nn.Linear(64, 10)
+    here.load_state_dict(model.state_dict())
+    own, scale = AdamW(here.parameters()), ampopt.DynamicLossScale()
+    own.load_state_dict(optimizer.state_dict())
+    scale.load_state_dict(scaler.state_dict())
+    for number in range(20, 40):
+        own.zero_grad()
+        ampopt.scale_outputs(loss_of(here, number), scale).backward()
+        _, _, scale = own.unscale_and_step(grads_scaled_by=scale)
+
+    train_with_torch(model, optimizer, scaler, range(20, 40))
+    assert scale.item() == scaler.get_scale()
+    torch.testing.assert_close(here.weight, model.weight, rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("step_in", ["state", "param_groups"])
 def test_megatrons_masters_and_states_continue_as_in_megatron(step_in, names):
     generator = torch.Generator().manual_seed(0)
