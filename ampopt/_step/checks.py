@@ -32,7 +32,7 @@ from ampopt.options import (
 )
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.on_numbers import try_out
-from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.tensors import overlaps_itself
 
 __all__ = ["Checks", "PlannedParam", "check_loaded", "check_options", "check_rule"]
@@ -156,8 +156,7 @@ class Checks(RefersToOptimizer):
             if not param.is_contiguous():
                 _check_written_once(param, owner.name)
             if rule.averages is not None:
-                lines = rule.row_column_states_for(variant.flags)
-                _check_rows(param, owner.name, lines, name)
+                _check_rows(param, owner.name, rule.averages_for(variant.flags), name)
             if group.get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
             if is_complete(param, state, variant):
@@ -451,19 +450,17 @@ def _check_written_once(param: Tensor, name: str) -> None:
         )
 
 
-def _check_rows(
-    param: Tensor, name: str, row_column_states: Sequence[State], optimizer: str
-) -> None:
-    """Raise if states are row and column statistics, and the parameter is complex or below 2-d."""
+def _check_rows(param: Tensor, name: str, over: Sequence[str], optimizer: str) -> None:
+    """Raise if a rule averages over rows or columns of a parameter that is complex or below 2-d."""
     if param.is_complex():
         raise RuntimeError(
             f"{optimizer} does not support complex parameters, as {name} is: leave it to another "
             "optimizer"
         )
-    if row_column_states and param.ndim < 2:
-        names = ", ".join(part.name for part in row_column_states)
+    if over and param.ndim < 2:
         raise RuntimeError(
-            f"{optimizer} keeps the row and column statistics {names}, but {name} has shape "
+            f"{optimizer} averages over {' and '.join(dict.fromkeys(over))}, but {name} has shape "
             f"{tuple(param.shape)} and so no rows and columns: add a flag for such parameters to "
-            "the rule, by Rule.entries, and declare these states with when='not FLAG'"
+            "the rule, by Rule.entries, and declare its states of rows and columns with "
+            "when='not FLAG', or the rule with averages_when='not FLAG'"
         )

@@ -101,7 +101,7 @@ class Variants:
             keys=tuple(part.name for part in rule.all_state_for(flags)),
             scalar_keys=tuple(p.name if p in scalars else None for p in rule.scalar_state),
             no_codecs=(None,) * len(rule.state_for(flags)),
-            is_plain=not (has_options or rule.row_column_states_for(flags)),
+            is_plain=not (has_options or rule.averages_for(flags)),
         )
 
     def entries(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -90,7 +90,7 @@ class Plan:
         try:
             self._agreement = optimizer._ampopt.agreement()
         except ranks.NoCommonGroupError as error:
-            if needs_agreement or rule.reduces:
+            if needs_agreement or rule.reduces or rule.averages is not None:
                 raise
             self._no_common_group = error
         self._rank_sums: RankSums | None = None
@@ -99,7 +99,7 @@ class Plan:
             self._rank_sums = RankSums(self._agreement, groups, n_terms)
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
-            self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
+            self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.all_averages)
         rule_rows = RuleRows(
             optimizer, rule, masters, self._agreement, complete_state, planned, absent
         )

@@ -4,7 +4,7 @@ All ranks must have gradients of the same parameters, which :class:`SameGradient
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures
-from ampopt_kernels.row_column_states import LineSums
-from ampopt_kernels.state import State
+from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.work import Work
@@ -134,7 +134,7 @@ class LinesOfRanks:
     """
 
     def __init__(
-        self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], parts: Sequence[State]
+        self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], over: Sequence[str]
     ) -> None:
         """Lay out the sums of all parameters, one after another, in one tensor.
 
@@ -142,46 +142,41 @@ class LinesOfRanks:
             agreement: the ranks to all-reduce over.
             param_groups: the param groups of the optimizer, with the same ``DTensor`` parameters on
                 each rank.
-            parts: the states that the rule declares.
+            over: what each mean of the rule is over, ``"rows"`` or ``"columns"``.
         """
-        self._agreement = agreement
+        self._agreement, self._over = agreement, over
         params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
         params = [param for param in params if param.ndim > 1]
         self._same = SameGradients(params)
         self._size = self._same.size  # the counts come first, the sums after them
-        self._slices: dict[tuple[int, str], slice] = {}
+        self._starts: dict[int, int] = {}
         for param in params:
-            for part in parts:
-                if part.shape is not None:
-                    n = math.prod(part.beside(tuple(param.shape)))
-                    self._slices[id(param), part.name] = slice(self._size, self._size + n)
-                    self._size += n
+            self._starts[id(param)] = self._size
+            self._size += sum(math.prod(shape_of_lines(param.shape, lines)) for lines in over)
 
-    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> list[LineSums]:
+    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> None:
         """See :data:`ampopt_kernels.decision.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
         keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
-        decision_device = next(
-            (work.device for work, own in zip(works, lines, strict=True) if own), None
-        )
-        message = self._new_message(
-            keys, works[0].device if decision_device is None else decision_device
-        )
-        for row, sums in _rows_with(works, lines):
-            for part, own in zip(row.row_column_states.parts, sums, strict=True):
+        pairs = list(zip(works, lines, strict=True))
+        device = next((work.device for work, own in pairs if own.stacks), works[0].device)
+        message = self._new_message(keys, device)
+        sharded = []
+        for work, own in pairs:
+            for (index, *_), sums in own.stacks.items():
+                row: Any = work.rows[index]
+                if row.row_column_means.shard is not None:  # then it is alone in the stack
+                    sharded.append((row, sums, self._views(message, row)))
+        for row, sums, views in sharded:
+            for over, local, whole in zip(row.row_column_means.over, sums, views, strict=True):
                 if row.in_norm:
-                    into = message[self._slices[row.owner.key, part.name]]
-                    row.row_column_states.shard.put(part, own[0], into)
+                    row.row_column_means.shard.put(over, local[0], whole)
         self._add_up(message, keys)
-        for row, sums in _rows_with(works, lines):
-            shape = row.row_column_states.shard.shape
-            for i, part in enumerate(row.row_column_states.parts):
-                whole = message[self._slices[row.owner.key, part.name]]
-                sums[i] = whole.view(1, *part.beside(shape))
-        return list(lines)
+        for _, sums, views in sharded:
+            sums[:] = [whole[None] for whole in views]
 
     def join_without_gradients(self, device: torch.device) -> None:
         """Take part in the all-reduce of other ranks, without gradients on this one.
@@ -191,6 +186,16 @@ class LinesOfRanks:
         """
         self._add_up(self._new_message([], device), [])
 
+    def _views(self, message: Tensor, row: Any) -> list[Tensor]:
+        """The places of the sums of ``row`` in ``message``, one tensor for each mean."""
+        shapes = [
+            shape_of_lines(row.row_column_means.whole_shape, lines)
+            for lines in row.row_column_means.over
+        ]
+        sizes = list(map(math.prod, shapes))
+        parts = message.narrow(0, self._starts[row.owner.key], sum(sizes)).split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
     def _new_message(self, keys: Sequence[int], device: torch.device) -> Tensor:
         """The tensor to all-reduce: counts of the gradients with these keys, then zeros."""
         message = torch.zeros(self._size, dtype=widest(device), device=device)
@@ -199,16 +204,7 @@ class LinesOfRanks:
 
     def _add_up(self, message: Tensor, keys: Sequence[int]) -> None:
         """All-reduce ``message`` in place, and check the counts."""
-        if not self._slices:  # no parameter is a DTensor with rows and columns
+        if not self._starts:  # no parameter is a DTensor with rows and columns
             return
         self._agreement.add_up_parameters(message)
         self._same.check(message[: self._same.size], keys)
-
-
-def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tuple[Any, list[Any]]]:
-    """The rows of ``DTensor`` parameters that have sums in ``lines``, with these sums."""
-    for work, own in zip(works, lines, strict=True):
-        for index, sums in own.items():
-            row = work.rows[index]
-            if row.row_column_states is not None and row.row_column_states.shard is not None:
-                yield row, sums

@@ -23,7 +23,7 @@ from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
@@ -187,9 +187,9 @@ class RuleRows:
         keys = keys_of(self._optimizer, param, self._places[id(param)]) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
-        row_column_states = rule.row_column_states_for(flags)
+        averaged_over = rule.averages_for(flags)
         # An index must give row and column, and the block and random number of an element.
-        in_order = bool(row_column_states) or is_coded or low is not None
+        in_order = bool(averaged_over) or is_coded or low is not None
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
@@ -217,12 +217,11 @@ class RuleRows:
                 for part, codec in zip(rule.state_for(flags), codecs, strict=True)
             ),
         )
-        if row_column_states:
-            lines = [local(state[part.name]) for part in row_column_states]
+        if averaged_over:
+            of_lines = [local(state[part.name]) for part in rule.row_column_states_for(flags)]
             shard = ShardedMatrix(param) if dtensor.is_dtensor(param) else None
-            size = (param.shape[-2], param.shape[-1])
-            row.row_column_states = RowColumnStates.of(
-                row_column_states, lines, p, row.compute_dtype, size, shard
+            row.row_column_means = RowColumnMeans.of(
+                averaged_over, of_lines, p, row.compute_dtype, shard
             )
         return row
 
@@ -263,7 +262,7 @@ def _refuse_flattened(
         RuntimeError: the rule sums over whole parameters, or an element's bits depend on its place.
     """
     param = one.tensor
-    if rule.reduces:
+    if rule.reduces or rule.averages is not None:
         what = "sums over whole parameters"
     elif rule.draws or any(codecs) or rounds_stochastically(group, param):
         what = "uses the place of each element in its parameter, for random numbers or blocks"

@@ -83,11 +83,11 @@ def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[
     The tensors are gradient, parameter and states, in this order. Autograd finds those that are
     used.
     """
-    if not (rule.reduces if role == "reduce" else rule.row_column_states_for(flags)):
+    if not (rule.reduces if role == "reduce" else rule.averages_for(flags)):
         return []
     function = rule.torch_reduce_in if role == "reduce" else rule.torch_averages_in
     n, h = 2 + len(rule.state_for(flags)), (1.0,) * rule.widths(n_hyper).reduce
-    n_read = n + (len(rule.row_column_states_for(flags)) if role == "reduce" else 0)
+    n_read = n + (len(rule.averages_for(flags)) if role == "reduce" else 0)
     with torch.enable_grad():
         grad, param, *state = tensors = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
         indices = []

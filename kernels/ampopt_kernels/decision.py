@@ -6,7 +6,7 @@ squares; ``control`` returns a :class:`Decision`, which ``update`` carries out.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,15 @@ from ampopt_kernels.decide import Check
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.row_column_states import LineSums
+from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.work import Work
 
 __all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
 
-AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums]], list[LineSums]]
-"""All-reduces sums over the shards of this rank, for each work, to sums over whole parameters. A
+AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums]], None]
+"""Replaces the sums over the shards of this rank, for each work, by those over whole parameters. A
 collective: every rank that has a shard calls it once."""
 
 
@@ -146,13 +146,13 @@ class Decision:
         norm: global norm of the unscaled gradients, 0-d, if requested.
         scale: the next scale, with shape and dtype of ``request.scale``, if there is a policy.
         counters: the next counters, int32, shape (2,), with ``scale``.
-        h: the numbers that ``rule.scalars`` returned, shape (rows, width), if control has advanced
-            the scalar states; for a rule that reduces, those of ``rule.before_reduce``.
+        h: the numbers that ``rule.scalars`` returned, if a backend has advanced the scalar states
+            before the update, shape (rows, width); for a rule that reduces, those of
+            ``rule.before_reduce``.
         reports: as :attr:`Partials.reports`.
         unscales: whether update stores the gradients unscaled.
         sums: the sums over whole parameters, once all ranks and devices have added theirs, if the
             rule reduces.
-        lines: the sums over rows and columns, all-reduced, of sharded parameters.
         scaled_by: the loss scale that the gradients carried; ``None`` if they carried none.
         earlier_decision: as :attr:`Request.earlier_decision`.
         cause: index in ``watch_statistics.CAUSES``, counted from 1, of the skip condition that
@@ -168,7 +168,6 @@ class Decision:
     reports: tuple[GradientReport | RankFlags, ...] = ()
     unscales: bool = False
     sums: Sums | None = None
-    lines: LineSums = field(default_factory=dict)
     scaled_by: Tensor | None = None
     earlier_decision: "Decision | None" = None
     cause: Tensor | None = None

@@ -16,7 +16,7 @@ from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport, measured
 from ampopt_kernels.low_bits import master_of, split_master
-from ampopt_kernels.row_column_states import LineSums, advance, sums_of
+from ampopt_kernels.row_column_means import LineSums, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
 from ampopt_kernels.stochastic import stochastically
@@ -119,37 +119,30 @@ class Eager(Backend):
             ),
         )
 
-    def line_sums(self, work: Work, decision: Decision) -> LineSums:
-        """See :meth:`Backend.line_sums`."""
-        rule, sums = work.rule, {}
-        assert rule is not None
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
         if self._sees_skip(decision):
-            return sums
-        for index, row, grad, coefficients in self._before_reduce(work, rule, decision):
-            if row.row_column_states is not None and row.row_column_states.shard is not None:
-                inputs = (grad, *row.inputs)
-                sums[index] = sums_of(rule, row.row_column_states, row.flags, inputs, coefficients)
-        return sums
+            return LineSums({}, {})
+        assert work.rule is not None
+        averaged = {index for index, _ in work.averaged}
+        before = self._before_sums(work, work.rule, decision)
+        numbers = {index: h for index, _, _, h in before if index in averaged}
+        sums = {(index,): sums_of(work, index, h) for index, h in numbers.items()}
+        return LineSums(sums, {index: h[2:] for index, h in numbers.items()})
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
         rule, wide = work.rule, widest(work.device)
         assert rule is not None
-        skip = decision.skip
         n_terms = rule.widths(len(work.hyper[0])).terms
         sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device).unbind()
         sums = list(sums)
         if self._sees_skip(decision):
             return torch.stack(sums)
-        for index, row, whole, coefficients in self._before_reduce(work, rule, decision):
+        for index, row, whole, coefficients in self._before_sums(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*coefficients[:2], coefficients[2:])
             inputs = (whole, *row.inputs)
-            if row.row_column_states is not None:
-                of_lines = decision.lines.get(index)
-                if of_lines is None:
-                    of_lines = sums_of(rule, row.row_column_states, row.flags, inputs, coefficients)
-                advance(rule, [row.row_column_states], row.flags, of_lines, [coefficients], skip)
-            if row.row_column_states is not None or row.is_coded:
+            if row.row_column_means is not None or row.is_coded:
                 inputs = tuple(map(flat, inputs))
             start = 0
             for tensors in _chunks(*inputs):
@@ -180,7 +173,7 @@ class Eager(Backend):
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.outputs)
             # Flattened in memory order, by which the places of elements are numbered.
-            if row.keys is not None or rule.draws or row.row_column_states is not None:
+            if row.keys is not None or rule.draws or row.row_column_means is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *chunk in _chunks(*tensors):
                 end, position = start + grad.numel(), None
@@ -216,21 +209,21 @@ class Eager(Backend):
             return decision.coefficients_on_host[1:]
         return decision.coefficients_on_device.unbind()[1:]
 
-    def _before_reduce(
+    def _before_sums(
         self, work: Work, rule: Rule, decision: Decision
     ) -> Iterator[tuple[int, ParamRow, Tensor, tuple[Any, ...]]]:
-        """Yield index, row and gradient of each row that has one, and the numbers for ``reduce``.
+        """Yield index, row and gradient of each row that has one, and the numbers before the sums.
 
-        These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce``
-        returns.
+        These are the reciprocal of the scale, the clip coefficient, and what ``reduce`` and
+        ``averages`` get.
         """
         coefficients: list[tuple[Any, ...]] = [()] * len(work.rows)
         if self.host_sees:
             for index, row, _ in work.present_rows():
-                coefficients[index] = rule.torch_before_reduce(*_on_host(work, row))[1]
+                coefficients[index] = rule.torch_before_sums(*_on_host(work, row))[1]
         else:
             for group in _groups(work):
-                _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, coefficients)
+                _hand_out(rule.torch_before_sums(*group[2:])[1], group.members, coefficients)
         for index, row, grad in work.present_rows():
             h = (*self._of(decision), *coefficients[index])
             yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
@@ -283,7 +276,7 @@ def _advance(
     for group in _groups(work):
         arguments: tuple[Any, ...] = (group.s, group.h, group.flags)
         if sums is not None:
-            arguments = (*rule.torch_before_reduce(*arguments), group.flags)
+            arguments = (*rule.torch_before_sums(*arguments), group.flags)
             each = torch.stack([sums.each[i] for i in group.members])
             arguments = (*arguments, each.unbind(1), sums.totals.unbind())
         new_s, new_h = rule.torch_scalars(*arguments)
@@ -307,7 +300,7 @@ def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[An
         arguments = _on_host(work, row)
         if sums is not None:
             terms = (tuple(sums.each[index].tolist()), tuple(sums.totals.tolist()))
-            arguments = (*rule.torch_before_reduce(*arguments), row.flags, *terms)
+            arguments = (*rule.torch_before_sums(*arguments), row.flags, *terms)
         new_s, new_h = rule.torch_scalars(*arguments)
         for state, new in zip(row.scalars, new_s, strict=True):
             if state is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.codecs import BFLOAT16, SIGNED, Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
-from ampopt_kernels.state import MASTER, PARAM, State
+from ampopt_kernels.state import MASTER, PARAM, State, conditions_of
 
 __all__ = ["MASTER", "PARAM", "Kind", "Rule", "State"]
 
@@ -39,18 +39,6 @@ def keep(s, h):
 @jit
 def keep_all(s, h, flags):
     """The ``before_reduce`` of a rule that has none: hyperparameters reach ``reduce``."""
-    return s, h
-
-
-@jit
-def no_terms(p, g, state, h, flags):
-    """The ``reduce`` of a rule that has ``averages`` and sums nothing up."""
-    return (g * 0,)
-
-
-@jit
-def keep_beside_sums(s, h, flags, sums):
-    """The ``scalars`` beside ``no_terms``: the author's ran before ``averages``."""
     return s, h
 
 
@@ -88,8 +76,8 @@ class Rule:
     Triton cannot compile, such as ``g ** 2``.
 
     Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
-    for norms of whole parameters (as in LAMB), and ``averages`` with ``factors`` for row and column
-    statistics (as in Adafactor, see ``ampopt_kernels/rules/adafactor.py``). In the signatures
+    for norms of whole parameters (as in LAMB), and ``averages`` for means over rows and columns (as
+    in Adafactor, see ``ampopt_kernels/rules/adafactor.py``). In the signatures
     below, ``p`` and ``g`` are the parameter and its gradient, ``s`` and ``h`` tuples of scalars,
     ``state`` a tuple of blocks or tensors, and ``flags`` a tuple of compile-time booleans. The
     number of scalars or terms that a function returns must not depend on ``flags``.
@@ -103,8 +91,8 @@ class Rule:
         hyper: names of param-group entries, each a number or one-element tensor, in the order of
             ``h``. A tuple entry, such as ``betas``, is flattened.
         state: the tensors kept for each parameter. A function of the rule gets those that exist
-            under the flags, in this order: first the states of one value for each element; then, in
-            ``reduce`` and ``update``, what ``factors`` returned for those that have a ``shape``.
+            under the flags and have one value for each element, in their order; ``reduce`` and
+            ``update`` then get the means of ``averages``, or what ``factors`` made of them.
         flags: names of entries of the param group, or of ``entries``. A flag is the truth of its
             entry. Code under a flag that is false is not compiled, so a ``weight_decay`` of 0 can
             cost nothing. A tensor counts as true; a string is an error.
@@ -120,18 +108,24 @@ class Rule:
         before_reduce: ``before_reduce(s, h, flags) -> (s, h)``, optional: computes scalars that
             ``reduce`` needs, such as bias corrections. ``scalars`` gets the returned ``s`` and
             ``h``, and ``reduce`` the returned ``h``.
-        averages: ``averages(p, g, state, h, flags) -> terms``, required if a state has a ``shape``,
-            together with ``factors``: a block for each such state, in their order. The means of
-            these blocks, over each row or column, are passed to ``factors``. ``state`` are the
-            states of one value for each element, and ``h`` is that of ``reduce``; in a rule without
-            ``reduce`` it is that of ``scalars(s, h, flags)``, as in ``update``.
+        averages: ``averages(p, g, state, h, flags) -> terms``, optional: a tuple of blocks, one for
+            each entry of ``averages_over``. The mean of each, over each row or each column, reaches
+            ``reduce`` and ``update`` at the end of ``state``, broadcast over the parameter.
+            ``state`` are the states of one value for each element, and ``h`` is that of ``reduce``,
+            or of ``update`` in a rule without ``reduce``. Costs one more read of the tensors for
+            each term.
+        averages_over: what there is one mean for: ``"rows"`` or ``"columns"`` for each term of
+            ``averages``. If omitted, there is a term for each state that has a ``shape``.
+        averages_when: the flags under which there are means, as ``when`` of a state: parameters of
+            less than two dimensions have no rows. Without ``averages_over``, there are means where
+            there are states.
         factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not
-            marked ``jit``: gets the means and the states that have a ``shape``, and returns their
-            new values, and a tensor of the same shape for each. ``reduce`` and ``update`` find
-            these tensors, broadcast over the parameter, at the end of ``state``. Matrices of equal
-            shape may come stacked, so count dimensions from the last: ``row_var.mean(-2,
-            keepdim=True)`` is the mean of each matrix. The numbers in ``h`` may then be tensors
-            that broadcast to the stack. A skipped step stores nothing.
+            marked ``jit``; required if a state has a ``shape``. Gets the means and the states that
+            have a ``shape``, and returns the new values of these states, and a tensor in place of
+            each mean, of its shape. Matrices of equal shape may come stacked, so count dimensions
+            from the last: ``row_var.mean(-2, keepdim=True)`` is the mean of each matrix. The
+            numbers in ``h`` may then be tensors that broadcast to the stack. A skipped step stores
+            nothing.
         entries: ``entries(group, ndim, dtype) -> dict``, optional: values that replace entries of
             the param group, for parameters of ``ndim`` dimensions whose dtype, or that of the
             master, is ``dtype``. For example a flag for parameters that have no rows.
@@ -151,22 +145,13 @@ class Rule:
     reduce: Any = None
     before_reduce: Any = field(default=keep_all)
     averages: Any = None
+    averages_over: tuple[str, ...] = ()
+    averages_when: str | tuple[str, ...] | None = None
     factors: Any = None
     entries: Any = None
 
     def __post_init__(self) -> None:
         """Check the declaration, so that the error is raised where the rule is written."""
-        if self.averages is not None and self.reduce is None and self.scalars64 is None:
-            # ``factors`` needs the numbers of ``scalars``, so that has to run first.
-            before = keep_all if self.scalars is keep else self.scalars
-            if hasattr(before, "fn") and _arguments(before) != 3:
-                raise TypeError(
-                    "Rule scalars must take (s, h, flags), as the rule has averages and no reduce, "
-                    f"but it takes {_arguments(before)} arguments"
-                )
-            object.__setattr__(self, "before_reduce", before)
-            object.__setattr__(self, "reduce", no_terms)
-            object.__setattr__(self, "scalars", keep_beside_sums)
         optional = ["reduce"] * self.reduces + ["averages"] * (self.averages is not None)
         for role in ("update", "scalars", "before_reduce", *optional):
             if not hasattr(getattr(self, role), "fn"):
@@ -196,7 +181,7 @@ class Rule:
                     "torch.float64 or None, its shape None, and its init a number or the name of a "
                     "param-group entry. Change that, or declare the state in state="
                 )
-        self._check_row_column_states()
+        self._check_averages()
         names = [part.name for part in (*self.state, *self.scalar_state)]
         for name in names:
             if name == MASTER or names.count(name) > 1:
@@ -208,11 +193,12 @@ class Rule:
                     f"State {part.name!r} is kept in full precision under {part.full!r}, which is "
                     f"not among the rule's flags {self.flags}: add it to flags"
                 )
-        for part in (*self.state, *self.scalar_state):
-            if not {name for name, _ in part.needs} <= set(self.flags):
+        whens = {f"State {x.name!r} exists": x.when for x in (*self.state, *self.scalar_state)}
+        for what, when in {**whens, "Rule averages exist": self.averages_when}.items():
+            if not {name for name, _ in conditions_of(when)} <= set(self.flags):
                 raise ValueError(
-                    f"State {part.name!r} exists when {part.when!r}, which is not among the "
-                    f"rule's flags {self.flags}: add it to flags"
+                    f"{what} when {when!r}, which is not among the rule's flags {self.flags}: add "
+                    "it to flags"
                 )
 
     def _check_arguments(self) -> None:
@@ -228,24 +214,24 @@ class Rule:
                     f"Rule {role} must take {takes}, but it takes {_arguments(function)} arguments"
                 )
 
-    def _check_row_column_states(self) -> None:
-        """Raise if ``averages``, ``factors`` and ``reduce`` do not go with the states."""
-        shaped = [part.name for part in self.state if part.shape is not None]
-        needed = {"averages": self.averages, "factors": self.factors}
-        missing = [role for role, function in needed.items() if function is None]
-        if shaped and missing:
+    def _check_averages(self) -> None:
+        """Raise if the fields about averages, and the states of rows and columns, do not fit."""
+        shaped, over = [part.name for part in self.state if part.shape], self.averages_over
+        needs = {"averages": shaped or over or self.factors, "factors": shaped}
+        missing = [role for role, needed in needs.items() if needed and not getattr(self, role)]
+        if missing:
             raise TypeError(
-                f"Rule has states of rows and columns, {shaped}, but lacks {', '.join(missing)}: "
-                "such states need averages (the terms to average over rows and columns) and "
-                "factors (which computes the new states from the averages). See the Adafactor rule "
-                "in ampopt_kernels/rules/adafactor.py"
+                f"Rule lacks {', '.join(missing)}: states of rows and columns, here {shaped}, need "
+                "averages (the terms to average over rows and columns) and factors (which computes "
+                "the new states from the means); averages_over and factors need averages. See the "
+                "Adafactor rule in ampopt_kernels/rules/adafactor.py"
             )
-        if not shaped and (self.averages is not None or self.factors is not None):
+        wrong = not isinstance(over, tuple) or not {*over} <= {"rows", "columns"}
+        if wrong or (self.averages and not over and (not shaped or self.averages_when)):
             raise TypeError(
-                "Rule averages and factors are for states of rows and columns, and the rule has "
-                'none: declare one for each term of averages, as in state=(State("row_mean", '
-                'shape="rows"),). To keep nothing from step to step, return the means themselves '
-                "as the new states: they have one number for each row or column"
+                f"Rule averages_over must be a tuple that says what each term of averages is "
+                f"averaged over, 'rows' or 'columns', such as ('rows',), got {over!r}. It may be "
+                "omitted if each term is for a state that has a shape"
             )
 
     @functools.cached_property
@@ -322,6 +308,20 @@ class Rule:
         """All but the scalar states under ``flags``, in the order of the ``state`` argument."""
         return (*self.state_for(flags), *self.row_column_states_for(flags))
 
+    @functools.cached_property
+    def all_averages(self) -> tuple[str, ...]:
+        """What each mean is over, under the flags that have most of them."""
+        return self.averages_over or tuple(str(part.shape) for part in self.state if part.shape)
+
+    def averages_for(self, flags: tuple[bool, ...]) -> tuple[str, ...]:
+        """What each mean under ``flags`` is over, ``"rows"`` or ``"columns"``; empty for none."""
+        return _existing(self, flags).averages
+
+    def inputs_for(self, flags: tuple[bool, ...]) -> tuple[str, ...]:
+        """What is in the argument ``state`` of ``reduce`` and ``update``: names, or means."""
+        means = (f"mean over {lines}" for lines in self.averages_for(flags))
+        return (*(part.name for part in self.state_for(flags)), *means)
+
     def row_column_states_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The states of rows and columns that exist under ``flags``."""
         return _existing(self, flags).row_column_states
@@ -337,8 +337,7 @@ class Rule:
     def codecs_for(self, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
         """The codec of each elementwise state under ``flags``, kept in ``bits`` bits.
 
-        ``None`` for a state in full precision. All are, if a state has a value for each row or
-        column.
+        ``None`` for a state in full precision.
         """
         return _codecs(self, flags, bits)
 
@@ -381,8 +380,13 @@ class Rule:
         return on_blocks
 
     @functools.cached_property
-    def torch_before_reduce(self) -> Any:
-        """``before_reduce`` on torch tensors or Python numbers."""
+    def torch_before_sums(self) -> Any:
+        """What computes the ``h`` of ``reduce`` and ``averages``, on torch tensors or numbers.
+
+        ``before_reduce``, or ``scalars`` in a rule without ``reduce``.
+        """
+        if not self.reduces:
+            return self.torch_scalars
         return torch_language.dividing(
             torch_language.bind(self.before_reduce, torch_language.of_scalars)
         )
@@ -414,10 +418,10 @@ class Rule:
             flags = (False,) * len(self.flags)
             one = torch.ones((), dtype=torch.float64, device="cpu")
             s, h = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
+            s, before = self.torch_before_sums(s, h, flags)
             if not self.reduces:
-                return Widths(0, 0, len(self.torch_scalars(s, h, flags)[1]))
-            s, before = self.torch_before_reduce(s, h, flags)
-            states = (one,) * len(self.tensor_state_for(flags))
+                return Widths(len(before), 0, len(before))
+            states = (one,) * len(self.inputs_for(flags))
             terms = self.torch_reduce_in(torch.float64)(one, one, states, before, flags)
             sums = (one,) * len(terms)
             _, h = self.torch_scalars(s, before, flags, sums, sums)
@@ -430,7 +434,7 @@ class Widths(NamedTuple):
     """Lengths of tuples that functions of a rule take and return.
 
     Attributes:
-        reduce: length of the ``h`` of ``reduce``.
+        reduce: length of the ``h`` of ``reduce`` and ``averages``.
         terms: number of terms that ``reduce`` returns.
         update: length of the ``h`` of ``update``.
     """
@@ -441,38 +445,47 @@ class Widths(NamedTuple):
 
 
 class _Existing(NamedTuple):
-    """The states that exist under some flags: elementwise, of rows and columns, scalar, and all."""
+    """The states that exist under some flags: elementwise, of rows and columns, scalar, and all.
+
+    And what the terms of ``averages`` are averaged over.
+    """
 
     elementwise: tuple[State, ...]
     row_column_states: tuple[State, ...]
     scalars: tuple[State, ...]
     all: tuple[State, ...]
+    averages: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=1024)  # called for each parameter
 def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
     """The states of ``rule`` that exist under ``flags``."""
 
-    def exists(part: State) -> bool:
-        return all(flags[rule.flags.index(name)] == truth for name, truth in part.needs)
+    def hold(when: str | tuple[str, ...] | None) -> bool:
+        return all(flags[rule.flags.index(name)] == truth for name, truth in conditions_of(when))
 
-    state, scalars = (tuple(filter(exists, some)) for some in (rule.state, rule.scalar_state))
+    state, scalars = (
+        tuple(part for part in some if hold(part.when)) for some in (rule.state, rule.scalar_state)
+    )
     elementwise = tuple(part for part in state if part.shape is None)
     row_column_states = tuple(part for part in state if part.shape is not None)
-    return _Existing(elementwise, row_column_states, scalars, (*state, *scalars))
+    averages = tuple(part.shape for part in row_column_states if part.shape is not None)
+    if rule.averages_over:
+        averages = rule.averages_over * hold(rule.averages_when)
+    return _Existing(elementwise, row_column_states, scalars, (*state, *scalars), averages)
 
 
 @functools.lru_cache(maxsize=1024)
 def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
     existing, flag_values = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
-    bits = 32 if existing.row_column_states else bits
     states = existing.elementwise
     codecs = [part.codec_in(bits, flag_values) for part in states]
-    # Where a step divides by an exact state that is small, it needs the digits of a small signed
-    # state, which has few of them beside larger ones of its block.
+    # Where a step divides by an exact state, or mean, that is small, it needs the digits of a small
+    # signed state, which has few of them beside larger ones of its block.
     pairs = zip(states, codecs, strict=True)
-    if any(codec is None and part.init != PARAM for part, codec in pairs):
+    exact = any(codec is None and part.init != PARAM for part, codec in pairs)
+    if exact or existing.averages:
         codecs = [BFLOAT16 if codec is SIGNED else codec for codec in codecs]
     return tuple(codecs)
 

@@ -7,7 +7,7 @@ import torch
 
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec
 
-__all__ = ["MASTER", "PARAM", "State"]
+__all__ = ["MASTER", "PARAM", "State", "conditions_of", "shape_of_lines"]
 
 MASTER = "master_param"
 """The key of the float32 master weight in ``optimizer.state[p]``."""
@@ -35,8 +35,7 @@ class State:
             scalar state float32, or float64 if that is torch's default dtype.
         shape: ``None`` for one value for each element. ``"rows"`` for one value for each row:
             shape ``[..., m, 1]`` for a parameter of shape ``[..., m, n]``. ``"columns"`` for one
-            for each column: shape ``[..., 1, n]``. Such states need :attr:`Rule.averages` and
-            :attr:`Rule.factors`.
+            for each column: shape ``[..., 1, n]``. :attr:`Rule.factors` computes such states.
         positive: whether no value is ever below 0, as in an average of squares. With the option
             ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
             ``codecs.SIGNED``, or as ``codecs.BFLOAT16`` beside a state in full precision.
@@ -100,17 +99,20 @@ class State:
             return BFLOAT16
         return self.codec or (NON_NEGATIVE if self.positive else SIGNED)
 
-    @property
-    def needs(self) -> tuple[tuple[str, bool], ...]:
-        """Each flag that the state depends on, and the value under which the state exists."""
-        when = (self.when,) if isinstance(self.when, str) else self.when or ()
-        return tuple((name.removeprefix("not "), not name.startswith("not ")) for name in when)
-
     def beside(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the state for a parameter of ``shape``."""
-        if self.shape is None:
-            return tuple(shape)
-        return (*shape[:-1], 1) if self.shape == "rows" else (*shape[:-2], 1, shape[-1])
+        return tuple(shape) if self.shape is None else shape_of_lines(shape, self.shape)
+
+
+def conditions_of(when: str | tuple[str, ...] | None) -> tuple[tuple[str, bool], ...]:
+    """Each flag in ``when``, see :attr:`State.when`, and the value that it must have."""
+    names = (when,) if isinstance(when, str) else when or ()
+    return tuple((name.removeprefix("not "), not name.startswith("not ")) for name in names)
+
+
+def shape_of_lines(shape: Sequence[int], over: str) -> tuple[int, ...]:
+    """The shape of one value for each of the ``"rows"``, or ``"columns"``, of ``shape``."""
+    return (*shape[:-1], 1) if over == "rows" else (*shape[:-2], 1, shape[-1])
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -20,7 +20,7 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.decide import RUNNING, Check, decide
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.row_column_states import LineSums
+from ampopt_kernels.row_column_means import LineSums, advance
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
@@ -150,10 +150,10 @@ class Backend(ABC):
         )
 
     @abstractmethod
-    def line_sums(self, work: Work, decision: Decision) -> LineSums:
-        """Sum the terms of ``rule.averages`` over rows and columns, of sharded parameters at least.
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+        """Sum the terms of ``rule.averages`` over rows and columns of the shards of this rank.
 
-        The sums are over the shards of this rank. Empty if the host knows that the step is skipped.
+        No sums if the host knows that the step is skipped.
         """
 
     @abstractmethod
@@ -227,13 +227,17 @@ def run(
             found_inf = decision.found_inf
             decisions.append(Decision(found_inf, coefficients, unscales=unscales))
         steps = list(zip(backends, works, decisions, strict=True))
-        if first.rule is not None and first.rule.reduces:
+        if first.rule is not None and first.rule.averages is not None:
+            lines = [backend.sum_lines(work, decided) for backend, work, decided in steps]
             if request.agree_on_lines is not None:
-                here = [backend.line_sums(work, decided) for backend, work, decided in steps]
-                steps = [
-                    (*step[:2], replace(step[2], lines=lines))
-                    for step, lines in zip(steps, request.agree_on_lines(works, here), strict=True)
-                ]
+                request.agree_on_lines(works, lines)
+            for (backend, work, decided), own in zip(steps, lines, strict=True):
+                advance(work, own, None if backend.host_sees else decided.skip)
+            steps = [
+                (*step[:2], replace(step[2], h=own.h))
+                for step, own in zip(steps, lines, strict=True)
+            ]
+        if first.rule is not None and first.rule.reduces:
             sums = [backend.reduce(work, decided) for backend, work, decided in steps]
             over_devices = over_all(works, sums, request.agree_on_sums)
             steps = [

@@ -14,9 +14,9 @@ from ampopt_kernels.codecs import Codec
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.low_bits import master_of
 from ampopt_kernels.places import Places
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.tensors import arithmetic
+from ampopt_kernels.tensors import arithmetic, flat
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["ParamRow", "Work"]
@@ -28,7 +28,7 @@ class ParamRow:
 
     The gradient is in :attr:`Work.grads`; a step without it changes none of these tensors. All
     tensors are real (a complex parameter has its real view), dense, and have the strides of the
-    parameter; they are contiguous if there are ``row_column_states``. ``n`` is the number of
+    parameter; they are contiguous if there are ``row_column_means``. ``n`` is the number of
     elements that this rank has of the parameter.
 
     Attributes:
@@ -58,7 +58,7 @@ class ParamRow:
         rounds: whether the parameter, bfloat16, is rounded stochastically.
         places: indices of the elements in the whole parameter, from which random numbers are
             computed. Unused if nothing is drawn.
-        row_column_states: states of one value for each matrix row or column, if the rule has any.
+        row_column_means: what the rule averages over rows or columns of the parameter, if anything.
     """
 
     grad_dtype: torch.dtype
@@ -74,7 +74,7 @@ class ParamRow:
     keys: Tensor | None = None
     rounds: bool = False
     places: Places = Places()
-    row_column_states: RowColumnStates | None = None
+    row_column_means: RowColumnMeans | None = None
     codecs: tuple[Codec | None, ...] = ()
     scales: tuple[Tensor | None, ...] = ()
     _kind: Any = field(default=None, init=False, repr=False, compare=False)
@@ -98,6 +98,14 @@ class ParamRow:
         return (full, *self.state)
 
     @property
+    def decoded_inputs(self) -> tuple[Tensor, ...]:
+        """:attr:`inputs`, with the values of states that have codecs."""
+        full, *states = self.inputs
+        if self.is_coded:
+            states = codecs.decoded_each(list(map(flat, states)), self.codecs, self.scales)
+        return (full, *states)
+
+    @property
     def is_coded(self) -> bool:
         """Whether a state has a codec."""
         return any(codec is not None for codec in self.codecs)
@@ -108,7 +116,7 @@ class ParamRow:
 
     def row_column_factors(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The row and column factors of the elements from ``start`` to ``end``, each 1-d."""
-        return () if self.row_column_states is None else self.row_column_states.at(start, end)
+        return () if self.row_column_means is None else self.row_column_means.at(start, end)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -219,13 +227,17 @@ class Work:
 
     @property
     def row_column_factors(self) -> Iterator[Tensor]:
-        """The row and column factors of all rows; see :attr:`RowColumnStates.factors`."""
-        return (
-            f
-            for row in self.rows
-            if row.row_column_states is not None
-            for f in row.row_column_states.factors
-        )
+        """The row and column factors of all rows; see :attr:`RowColumnMeans.factors`."""
+        means = (row.row_column_means for row in self.rows)
+        return (factor for own in means if own is not None for factor in own.factors)
+
+    @property
+    def averaged(self) -> Iterator[tuple[int, RowColumnMeans]]:
+        """Index and means of each row that has a gradient, and lines to average over."""
+        for index, row in enumerate(self.rows):
+            own = row.row_column_means
+            if own is not None and 0 not in own.whole_shape and self.is_present(index):
+                yield index, own
 
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:

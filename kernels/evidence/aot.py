@@ -38,7 +38,7 @@ from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
@@ -250,11 +250,11 @@ def launches(case: Case) -> list[RecordedLaunch]:
             torch.zeros(1) if codec is not None and codec.has_scales else None for codec in codecs
         ),
     )
-    if parts := rule.row_column_states_for(case.flags):
+    if over := rule.averages_for(case.flags):
+        parts = rule.row_column_states_for(case.flags)
         states = [torch.zeros(part.beside((1, 64))) for part in parts]
-        matrix = torch.empty(1, 64)
-        row.row_column_states = RowColumnStates.of(
-            parts, states, matrix, row.compute_dtype, (1, 64)
+        row.row_column_means = RowColumnMeans.of(
+            over, states, torch.empty(1, 64), row.compute_dtype
         )
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
@@ -463,12 +463,12 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
 def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     """Number of hyperparameters of a rule, tuples flattened, found by trying lengths of ``h``."""
     one = torch.ones((), dtype=torch.float64)
-    states = (one,) * len(rule.tensor_state_for(flags))
+    states = (one,) * len(rule.inputs_for(flags))
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
         try:
             s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n, ()
             if rule.reduces:
-                s, h = rule.torch_before_reduce(s, h, flags)
+                s, h = rule.torch_before_sums(s, h, flags)
                 sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
             _, h = rule.torch_scalars(s, h, flags, sums, sums)
             at = rule.at(one, one.long())

@@ -1,6 +1,7 @@
 """The declaration of a rule: what it computes, and which mistakes are refused."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_what_is_no_tuple_is_named_with_the_comma_that_makes_one(role, slip, exa
 
 @pytest.mark.parametrize("where", ["state", "scalar_state"])
 def test_a_condition_must_be_a_flag(where):
-    kwargs = {where: (State("a", when="fats"),)}
+    kwargs: Any = {where: (State("a", when="fats"),)}
     with pytest.raises(ValueError, match=r"'a' exists when 'fats'.*\('fast',\).*add it to flags"):
         Rule(update=update, hyper=("lr",), flags=("fast",), **kwargs)
 
@@ -130,9 +131,9 @@ def test_built_in_rules_keep_to_what_they_declare(name):
     for flags in itertools.product((False, True), repeat=len(rule.flags)):
         s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n_hyper, ()
         states = rule.state_for(flags)
-        state = (torch.ones(2),) * len(rule.tensor_state_for(flags))
+        state = (torch.ones(2),) * len(rule.inputs_for(flags))
         if rule.reduces:
-            s, h = rule.torch_before_reduce(s, h, flags)
+            s, h = rule.torch_before_sums(s, h, flags)
             terms = rule.torch_reduce_in(torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
             assert all(t.shape == (2,) for t in terms)
             sums = (one,) * len(terms)

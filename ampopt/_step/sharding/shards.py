@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt_kernels.places import Jump, Places
-from ampopt_kernels.state import State
+from ampopt_kernels.state import shape_of_lines
 
 __all__ = ["Run", "ShardedMatrix", "boxes", "places_in", "places_of", "runs_at", "runs_of"]
 
@@ -175,23 +175,22 @@ class ShardedMatrix:
         self._runs = runs_of(param) or [[] for _ in param.shape]
         self._here = [sum(run.length for run in runs) for runs in self._runs]
 
-    def here(self, part: State, factors: Tensor) -> Tensor:
-        """The elements of ``factors``, of all rows or columns, for those of the local shard."""
-        factors_here = factors.new_empty(part.beside(tuple(self._here)))
-        for here, whole in self._boxes(part):
+    def here(self, over: str, factors: Tensor) -> Tensor:
+        """The elements of ``factors``, of all ``"rows"`` or ``"columns"``, for the local ones."""
+        factors_here = factors.new_empty(shape_of_lines(self._here, over))
+        for here, whole in self._boxes(over):
             factors_here[here] = factors[whole]
         return factors_here
 
-    def put(self, part: State, sums: Tensor, into: Tensor) -> None:
-        """Write the local ``sums`` to their places in ``into``, which is flat, for the whole."""
-        whole_of = into.view(part.beside(self.shape))
-        for here, whole in self._boxes(part):
-            whole_of[whole] = sums[here]
+    def put(self, over: str, sums: Tensor, into: Tensor) -> None:
+        """Write the ``sums`` of local lines to their places in ``into``, of the whole parameter."""
+        for here, whole in self._boxes(over):
+            into[whole] = sums[here]
 
-    def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    def _boxes(self, over: str) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Like :func:`boxes`, for a tensor that was summed over one dimension."""
         runs = list(self._runs)
-        summed_dim = len(runs) - (1 if part.shape == "rows" else 2)
+        summed_dim = len(runs) - (1 if over == "rows" else 2)
         if runs[summed_dim]:
             runs[summed_dim] = [Run(0, 1)]
         return boxes(runs)

@@ -248,25 +248,21 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
         values = (function, flags, role == "update" and rule.draws, n_states, n_h, n_terms)
         return role, _blocks_kernel, pointers, dict(zip(names, values, strict=True))
 
-    n_states = len(rule.tensor_state_for(flags))
+    n_states = len(rule.inputs_for(flags))
     kernels: list[tuple[Any, ...]] = [
         ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
         of_blocks("update", n_states, widths.update, 0),
     ]
     if rule.reduces:
         before = {**scalars, "SCALARS": scalars["BEFORE"], "ARGUMENTS": 3, "N_TERMS": 0}
-        n_lines, n_elementwise = (
-            len(parts(flags)) for parts in (rule.row_column_states_for, rule.state_for)
-        )
-        averages = []
-        if n_lines:
-            averages = [of_blocks("averages", n_elementwise, widths.reduce, n_lines)]
         kernels = [
             ("before_reduce", _scalars_kernel, {"blocks": "*fp64"}, before),
-            *averages,
             of_blocks("reduce", n_states, widths.reduce, widths.terms),
             *kernels,
         ]
+    if n_means := len(rule.averages_for(flags)):
+        n_elementwise = len(rule.state_for(flags))
+        kernels.insert(1, of_blocks("averages", n_elementwise, widths.reduce, n_means))
     calls = [(role, getattr(rule, role), *rest) for role, *rest in kernels]
     for role, function, n in functions_of(rule):
         constants = {"FUNCTION": compilable(function), "N": n}

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from ampopt_kernels.check_rule import by_cpp, by_source, by_triton, codecs
 from ampopt_kernels.check_rule.function import Broken, Function
 from ampopt_kernels.rule import Rule, keep, keep_all
-from ampopt_kernels.state import State
+from ampopt_kernels.state import shape_of_lines
 
 __all__ = ["try_out"]
 
@@ -52,7 +52,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     flags_text = f"flags {dict(zip(rule.flags, flags, strict=True))}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
-    inputs = [part.name for part in rule.tensor_state_for(flags)]
+    inputs = list(rule.inputs_for(flags))
     of_state = (2, len(inputs), f"declares {len(inputs)}, state={inputs} under {flags_text}")
     of_scalars = (0, len(scalars), f"declares {len(scalars)}, scalar_state={scalars}")
     of_hyper = (n_hyper, f"declares {n_hyper}, hyper={rule.hyper}")
@@ -67,14 +67,14 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     of_sums: tuple[tuple[int, int, str], ...] = ()
     if rule.reduces:
         call = function("before_reduce", of_scalars, (1, *of_hyper), (2, *of_flags))
-        before = rule.torch_before_reduce
+        before = rule.torch_before_sums
         s, h = call(_pair, before, s, h, flags)
         _check_scalars(call, s, h, scalars)
         given_two = call(_pair, before, *given_two, flags)
         of_hyper = _given_h(rule.before_reduce is not keep_all, "before_reduce", h, of_hyper)
         of_blocks = (of_state, (3, *of_hyper), (4, *of_flags))
-        if rule.row_column_states_for(flags):
-            _try_row_column_states(rule, flags, h, function("averages", *of_blocks))
+        if rule.averages_for(flags):
+            _try_averages(rule, flags, h, function("averages", *of_blocks))
         terms = _Blocks(function("reduce", *of_blocks), h, flags, inputs)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
@@ -93,7 +93,10 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         without_flags = getattr(rule.widths(n_hyper), name)
         _check_number(f"{role} of {owner}'s rule", kind, n, without_flags, flags_text)
     of_hyper = _given_h(rule.scalars is not keep, "scalars", h, of_hyper)
-    call = function("update", of_state, (3, *of_hyper), (4, *of_flags))
+    of_blocks = (of_state, (3, *of_hyper), (4, *of_flags))
+    if rule.averages_for(flags) and not rule.reduces:
+        _try_averages(rule, flags, h, function("averages", *of_blocks))
+    call = function("update", *of_blocks)
 
     def updated(result: Any) -> dict[str, Any]:
         p, new = _pair(result, f"the new p and a tuple of {len(states)} states, {states}")
@@ -122,51 +125,61 @@ def _given_h(
     return (len(h), f"gets {len(h)} numbers, the h that {name} returns") if is_written else before
 
 
-def _try_row_column_states(
+def _try_averages(
     rule: Rule, flags: tuple[bool, ...], h: tuple[Any, ...], averages: Function
 ) -> None:
-    """Refuse ``averages`` or ``factors`` that do not return one tensor for each state."""
-    states, parts = [part.name for part in rule.state_for(flags)], rule.row_column_states_for(flags)
-    names = [part.name for part in parts]
-    n_terms = _Blocks(averages, h, flags, states).check(
-        rule.torch_averages_in(torch.float32), _terms
-    )
-    if n_terms != len(parts):
+    """Refuse ``averages`` that do not return a term for each mean, and unusable ``factors``."""
+    states, over = [part.name for part in rule.state_for(flags)], rule.averages_for(flags)
+    function = rule.torch_averages_in(torch.float32)
+    n_terms = _Blocks(averages, h, flags, states).check(function, _terms)
+    if n_terms != len(over):
         raise ValueError(
-            f"{averages.title} returned {n_terms} terms for {len(parts)} states of rows and "
-            f"columns, {names}: return one for each, in their order"
+            f"{averages.title} returned {n_terms} terms, which are averaged over {over}: return "
+            "one for each of averages_over, or else for each state that has a shape, in their order"
         )
-    n, of_flags = len(names), (3, len(flags), f"declares {len(flags)}, flags={rule.flags}")
-    declarations = [(i, n, f"declares {n}, states of rows and columns={names}") for i in (0, 1)]
-    of_h = (2, len(h), f"gets {len(h)} numbers, the h of reduce")
-    factors = Function("factors", averages.owner, rule.factors, (*declarations, of_h, of_flags))
-    blocks = tuple(torch.full(part.beside((2, 3)), 0.5, device="cpu") for part in parts)
-    numbers = tuple(float(x) for x in h)
-    results = factors(_pair, rule.factors, blocks, blocks, numbers, flags)
-    for role, values in zip(("states", "factors"), results, strict=True):
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
-        if shapes != [tuple(x.shape) for x in blocks]:
-            raise ValueError(
-                f"{factors.title} returned {role} of the shapes {shapes} for a "
-                f"parameter of shape (2, 3): return one for each of {names}, with its shape"
-            )
-    _try_stack(factors, parts, numbers, flags)
+    if rule.factors is not None:
+        _try_factors(rule, flags, tuple(map(float, h)), averages.owner)
 
 
-def _try_stack(
-    factors: Function, parts: tuple[State, ...], numbers: tuple[float, ...], flags: tuple[bool, ...]
-) -> None:
-    """Refuse ``factors`` whose results for a stack of two matrices differ from those for each."""
-    shapes = [(2, *part.beside((2, 3))) for part in parts]
-    stack = tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
-    h = tuple(torch.full((2, 1, 1), x, device="cpu") for x in numbers)
-    results = factors(_pair, factors.definition, stack, stack, h, flags)
+def _try_factors(rule: Rule, flags: tuple[bool, ...], h: tuple[float, ...], owner: str) -> None:
+    """Refuse ``factors`` with other shapes than those of the states and means.
+
+    Or whose results for a matrix in a stack of two differ from those for the matrix alone.
+    """
+    over, parts = rule.averages_for(flags), rule.row_column_states_for(flags)
+    names, kinds = [part.name for part in parts], [str(part.shape) for part in parts]
+    declarations = (
+        (0, len(over), f"gets {len(over)} means, over {over}"),
+        (1, len(parts), f"declares {len(parts)}, states of rows and columns={names}"),
+        (2, len(h), f"gets {len(h)} numbers, the h of averages"),
+        (3, len(flags), f"declares {len(flags)}, flags={rule.flags}"),
+    )
+    factors = Function("factors", owner, rule.factors, declarations)
+
+    def results(*arguments: Any) -> tuple[tuple[Tensor, ...], ...]:
+        return factors(lambda pair: tuple(map(tuple, _pair(pair))), rule.factors, *arguments)
+
+    def stack_of(lines: Sequence[str]) -> tuple[Tensor, ...]:
+        shapes = [(2, *shape_of_lines((2, 3), over)) for over in lines]
+        return tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
+
+    stacks, numbers = (stack_of(over), stack_of(kinds)), torch.tensor(h, device="cpu")
+    arguments = (numbers[:, None, None, None].expand(-1, 2, 1, 1).unbind(), flags)
+    stacked = results(*stacks, *arguments)
     for place in range(2):
-        blocks = tuple(x[place] for x in stack)
-        alone = factors(_pair, factors.definition, blocks, blocks, numbers, flags)
-        for stacked, each in zip((*results[0], *results[1]), (*alone[0], *alone[1]), strict=True):
-            is_alike = stacked.shape == (2, *each.shape) and torch.allclose(
-                stacked[place], each, rtol=1e-4, atol=1e-6, equal_nan=True
+        given = tuple(tuple(x[place] for x in stack) for stack in stacks)
+        alone = results(*given, h, flags)
+        for role, values, like in zip(("states", "factors"), alone, given[::-1], strict=True):
+            shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
+            if shapes != [tuple(x.shape) for x in like]:
+                raise ValueError(
+                    f"{factors.title} returned {role} of the shapes {shapes} for a parameter of "
+                    f"shape (2, 3): return one for each of {names if role == 'states' else over}, "
+                    "with its shape"
+                )
+        for whole, each in zip((*stacked[0], *stacked[1]), (*alone[0], *alone[1]), strict=True):
+            is_alike = whole.shape == (2, *each.shape) and torch.allclose(
+                whole[place], each, rtol=1e-4, atol=1e-6, equal_nan=True
             )
             if not is_alike:
                 raise ValueError(

@@ -108,7 +108,7 @@ class CodedStates:
             program: the program of the rule.
             codecs: the codec of each state, or ``None``. The first state is tensor 2.
             n_tensors: the number of tensors before the scales.
-            block: the number of elements of a block of the loop.
+            block: the number of elements of a block of the loop; 0 if blocks begin anywhere.
         """
         self._before = program.before
         self._codecs = {i: codec for i, codec in enumerate(codecs, 2) if codec is not None}
@@ -145,7 +145,7 @@ class CodedStates:
             code = program.new(torch.int32, element, True).to(torch.float32)
         value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
         if codec.has_scales:
-            scale = f"scale{i}" if codec.block >= self._block else f"s{i}[i / {codec.block}]"
+            scale = f"scale{i}" if self._shares_scale(codec) else f"s{i}[i / {codec.block}]"
             value += f" * {scale}"
         return program.new(program.compute, value, True)
 
@@ -154,8 +154,12 @@ class CodedStates:
         return [
             f"const float scale{i} = s{i}[block / {codec.block}];"
             for i, codec in self._codecs.items()
-            if codec.has_scales and codec.block >= self._block
+            if codec.has_scales and self._shares_scale(codec)
         ]
+
+    def _shares_scale(self, codec: Codec) -> bool:
+        """Whether all elements of a block of the loop have the same scale."""
+        return 0 < self._block <= codec.block
 
     def encoding(self, bits: RandomBits) -> Iterator[str]:
         """Statements that encode and store the states, for each block of the loop over elements."""

@@ -19,7 +19,7 @@ from ampopt_kernels.eager import accumulate_gradients
 from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
-from ampopt_kernels.row_column_states import LineSums, advance
+from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import Work
@@ -110,22 +110,17 @@ class Compiled(Backend):
         """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""
         return all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
 
-    def line_sums(self, work: Work, decision: Decision) -> LineSums:
-        """See :meth:`Backend.line_sums`."""
-        skip, *coefficients = decision.coefficients_on_host
-        sums: LineSums = {}
-        if skip > 0:
-            return sums
-        table = Table.of(work)
-        for rows in table.kinds or ():
-            if "averages" not in rows.kind.roles:
-                continue
-            rows.before_reduce(table, (coefficients[0], coefficients[1]))
-            for index, place in enumerate(rows.members):
-                own, numbers = work.rows[place].row_column_states, rows.numbers_of(index)
-                if own is not None and own.shard is not None and numbers is not None:
-                    sums[place] = rows.line_sums(table, index, numbers, own)
-        return sums
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.sum_lines`."""
+        skip, inverse, clip = decision.coefficients_on_host
+        table, lines = Table.of(work), LineSums({}, {})
+        for rows in () if skip > 0 else table.kinds or ():
+            if "averages" in rows.kind.roles:
+                rows.before_sums(table, (inverse, clip))
+                own = rows.sum_lines(table, work.rows)
+                lines.stacks.update(own.stacks)
+                lines.h.update(own.h)
+        return lines
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
@@ -138,14 +133,7 @@ class Compiled(Backend):
             return sums
         table = Table.of(work)
         for rows in table.kinds or ():
-            rows.before_reduce(table, (inverse, clip))
-            for index, place in enumerate(rows.members):
-                own, numbers = work.rows[place].row_column_states, None
-                if own is not None and (numbers := rows.numbers_of(index)) is not None:
-                    lines = decision.lines.get(place)
-                    if lines is None:
-                        lines = rows.line_sums(table, index, numbers, own)
-                    advance(rule, [own], rows.kind.flags, lines, [numbers])
+            rows.before_sums(table, (inverse, clip))
             rows.reduce(table, sums)
         return sums
 

@@ -83,9 +83,9 @@ class Kind(NamedTuple):
     @property
     def n_tensors(self) -> int:
         """The number of addresses of a row before those of scalar states; see ``table``."""
-        parts = len(self.rule.row_column_states_for(self.flags))
+        means = len(self.rule.averages_for(self.flags))
         scales = sum(codec is not None and codec.has_scales for codec in self.codecs)
-        return len(self.dtypes) + scales + (parts + 2) * bool(parts)
+        return len(self.dtypes) + scales + (means + 2) * bool(means)
 
     def width_of(self, role: str) -> int:
         """How many numbers a row takes for ``"update"``, or for ``"reduce"``."""
@@ -99,9 +99,12 @@ class Kind(NamedTuple):
     def roles(self) -> "dict[str, Callable[[Kind], str]]":
         """The functions of the rule that are translated, in an order for the compiler."""
         roles: dict[str, Callable[[Kind], str]] = {"scalars": _scalars, "update": _update}
+        averages = self.rule.averages_for(self.flags)
+        if self.rule.reduces or averages:
+            roles["before_sums"] = _before_sums
         if self.rule.reduces:
-            roles |= {"before_reduce": _before_reduce, "reduce": _reduce}
-        if self.rule.row_column_states_for(self.flags):
+            roles["reduce"] = _reduce
+        if averages:
             roles["averages"] = _averages
         return roles
 
@@ -124,7 +127,7 @@ def source_of(kind: Kind) -> str:
         worth_threads=WORTH_THREADS,
     )
     parts = [loops.PREAMBLE, head]
-    parts += [loops.SPREAD] * bool(kind.rule.row_column_states_for(kind.flags))
+    parts += [loops.SPREAD] * bool(kind.rule.averages_for(kind.flags))
     parts += [random_numbers.CPP] * kind.placed + [places.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 
@@ -147,16 +150,16 @@ def translate(kind: Kind, role: str) -> str:
 
 def _scalars(kind: Kind) -> str:
     """C++ of ``scalars``, after ``before_reduce`` if the rule has a ``reduce``."""
-    return _of_scalars(kind, with_sums=True)
+    return _of_scalars(kind, stores=True)
 
 
-def _before_reduce(kind: Kind) -> str:
-    """C++ of ``before_reduce``, which stores nothing."""
-    return _of_scalars(kind, with_sums=False)
+def _before_sums(kind: Kind) -> str:
+    """C++ of what computes the numbers of ``reduce`` and ``averages``, and stores nothing."""
+    return _of_scalars(kind, stores=False) + loops.BEFORE_SUMS
 
 
-def _of_scalars(kind: Kind, *, with_sums: bool) -> str:
-    """C++ that computes the numbers of rows, and stores their scalar states if ``with_sums``."""
+def _of_scalars(kind: Kind, *, stores: bool) -> str:
+    """C++ that computes the numbers of rows, of those before the sums unless it ``stores``."""
     rule, flags, dtypes = kind.rule, kind.flags, kind.scalar_dtypes
     program = Program(torch.float64)
 
@@ -169,18 +172,19 @@ def _of_scalars(kind: Kind, *, with_sums: bool) -> str:
     ]
     inputs = [state or "0" for state in states]
     s, h = numbers("inputs", range(len(dtypes))), numbers("h", range(kind.n_hyper))
-    stores, of_places = [], []
+    to_store, of_places = [], []
     if rule.reduces:
         s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
-    if with_sums:
+    if stores or not rule.reduces:
         n_terms = rule.widths(kind.n_hyper).terms
         inputs += [f"sums[row[0] * {n_terms} + {i}]" for i in range(n_terms)]
         sums = numbers("inputs", range(len(dtypes), len(inputs)))
         totals = numbers("totals", range(n_terms * (rule.scalars_arguments > 4)))
         function = torch_language.bind(rule.scalars, LANGUAGE)
         s, h = function(*(s, h, flags, sums, totals)[: rule.scalars_arguments])
+    if stores:
         program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
-        stores = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
+        to_store = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
         if kind.placed:
             of_places = ["row[FIRST]"]
             if kind.keyed:  # in halves, as float64 does not hold every int64
@@ -197,7 +201,7 @@ def _of_scalars(kind: Kind, *, with_sums: bool) -> str:
         width=2 + len(results),
         placed=str(bool(of_places)).lower(),
         statements="\n            ".join(program.before),
-        stores="\n        ".join(stores),
+        stores="\n        ".join(to_store),
     )
 
 
@@ -218,18 +222,21 @@ class _Elements:
         statements: C++ that runs for each block, before its elements.
     """
 
-    def __init__(self, kind: Kind, width: int, block: int, *, factors: bool = True) -> None:
+    def __init__(self, kind: Kind, width: int, block: int, *, of_lines: bool = False) -> None:
         """Declare the tensors.
 
         Args:
             kind: the rule, and what its library is compiled for.
             width: how many numbers the function of the rule takes.
             block: the number of elements of a block.
-            factors: whether the function takes the factors of rows and columns.
+            of_lines: whether the function is ``averages``: it takes no factors, and a block begins
+                where a row does.
         """
         rule, compute = kind.rule, arithmetic(*kind.dtypes[:2])
         self.program = program = Program(compute)
-        self.coded = coded = CodedStates(program, kind.codecs, len(kind.dtypes), block)
+        self.coded = coded = CodedStates(
+            program, kind.codecs, len(kind.dtypes), 0 if of_lines else block
+        )
         self.n_state = len(rule.state_for(kind.flags))
         self.low = LowBits(program, kind.dtypes, 2 + self.n_state)
         self.dtypes = kind.dtypes[: len(kind.dtypes) - bool(self.low)]
@@ -247,10 +254,10 @@ class _Elements:
         grad, *values = self.read
         param = self.low.joined(values[0]) if self.low else values[0]
         state, self.statements = values[1 : 1 + self.n_state], coded.scales()
-        parts = rule.row_column_states_for(kind.flags) if factors else ()
-        for i, part in enumerate(parts, kind.n_tensors - 2 - len(parts)):
+        over = () if of_lines else rule.averages_for(kind.flags)
+        for i, lines in enumerate(over, kind.n_tensors - 2 - len(over)):
             m, n = (f"(int64_t)tensors[TENSORS - {k}]" for k in (2, 1))
-            c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
+            c, rows = C_TYPES[compute], str(lines == "rows").lower()
             program.before.append(f"{c} t{i}[BLOCK];")
             program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
             self.statements.append(f"spread{i}.next(size, t{i});")
@@ -287,7 +294,7 @@ def _terms(kind: Kind, role: str, loop: str, adds: str, **constants: Any) -> str
         constants: what else the template needs.
     """
     width = kind.width_of("reduce")
-    elements = _Elements(kind, width, BLOCK, factors=role == "reduce")
+    elements = _Elements(kind, width, BLOCK, of_lines=role == "averages")
     program = elements.program
     terms = torch_language.bind(getattr(kind.rule, role), LANGUAGE)(*elements.arguments)
     for k, term in enumerate(terms):
@@ -305,8 +312,7 @@ def _reduce(kind: Kind) -> str:
 
 def _averages(kind: Kind) -> str:
     """C++ of ``averages``."""
-    parts = kind.rule.row_column_states_for(kind.flags)
-    of_rows = ", ".join(str(int(part.shape == "rows")) for part in parts)
+    of_rows = ", ".join(str(int(over == "rows")) for over in kind.rule.averages_for(kind.flags))
     return _terms(kind, "averages", loops.AVERAGES, "=", of_rows=of_rows)
 
 

@@ -14,6 +14,7 @@ another, and ``of_rows`` the index of those that a row takes, -1 for a row witho
 __all__ = [
     "APPLY",
     "AVERAGES",
+    "BEFORE_SUMS",
     "BLOCKS",
     "PREAMBLE",
     "REDUCE",
@@ -318,16 +319,17 @@ extern "C" void update(
 }}
 """
 
-REDUCE = """
+BEFORE_SUMS = """
 // Computes the numbers of ``reduce`` and ``averages``.
-extern "C" void before_reduce(
+extern "C" void before_sums(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
     double clip, double* numbers, int64_t* of_rows
-) {{
-    of_before_reduce::compute(
-        grads, table, n_rows, hyper, inverse, clip, nullptr, nullptr, numbers, of_rows);
-}}
+) {
+    compute(grads, table, n_rows, hyper, inverse, clip, nullptr, nullptr, numbers, of_rows);
+}
+"""
 
+REDUCE = """
 // A part of a row is added up by one thread: the blocks of the part to its first block, in memory
 // order; then the second half of that block to its first half, until one number is left.
 __attribute__((noinline)) static void sum_part(
@@ -349,7 +351,7 @@ __attribute__((noinline)) static void sum_part(
 
 // Writes the sum of each term over each row that has a gradient, at the row's index in the work.
 // The parts of a row are added one after another. ``numbers`` and ``of_rows`` are those of
-// before_reduce.
+// before_sums.
 extern "C" void reduce(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* numbers,
     const int64_t* of_rows, int64_t threads, double* out
@@ -388,7 +390,6 @@ extern "C" void reduce(
 # sums of columns, which are added up at the end.
 AVERAGES = """
 constexpr int64_t N_TERMS = {n_terms}, ROWS = 32;
-extern "C" const int64_t band_rows = ROWS;
 constexpr bool OF_ROWS[] = {{{of_rows}}};
 
 static inline double total(const double* x, int64_t n) {{
@@ -405,64 +406,59 @@ static inline double total(const double* x, int64_t n) {{
     return sum;
 }}
 
-// Sums over the rows and columns of some bands. Each of ``sums`` points to the sum of the first
-// row, or to the sums of the columns of the first band.
+// Adds the terms of the bands ``first`` to ``last`` of matrices of m rows and n columns to the sum
+// of each row, or of each column of each band.
 __attribute__((noinline)) static void sum_bands(
-    const double* h, void* const* tensors, int64_t start, int64_t end, int64_t m, int64_t n,
-    double** sums
+    const double* h, void* const* tensors, int64_t m, int64_t n, int64_t first, int64_t last,
+    double* const* sums
 ) {{
     {before}
     double terms[N_TERMS][BLOCK];
-    int64_t row = start / n % m, column = 0;
-    for (int64_t block = start; block < end; block += BLOCK) {{
-        const int64_t size = lesser(BLOCK, end - block);
-        {fetched}
-        #pragma omp simd
-        for (int64_t j = 0; j < size; ++j) {{
-            const int64_t i = block + j;
-            {each}
-        }}
-        for (int64_t first = 0, here; first < size; first += here) {{
-            here = lesser(size - first, n - column);
-            for (int64_t k = 0; k < N_TERMS; ++k) {{
-                const double* term = terms[k] + first;
-                if (OF_ROWS[k]) *sums[k] += total(term, here);
-                else for (int64_t j = 0; j < here; ++j) sums[k][column + j] += term[j];
+    const int64_t bands = (m + ROWS - 1) / ROWS;
+    for (int64_t band = first; band < last; ++band) {{
+        const int64_t top = band / bands * m + band % bands * ROWS;
+        const int64_t bottom = lesser(top + ROWS, (band / bands + 1) * m);
+        for (int64_t row = top; row < bottom; ++row) for (int64_t at = 0; at < n; at += BLOCK) {{
+            const int64_t block = row * n + at, size = lesser(BLOCK, n - at);
+            {fetched}
+            #pragma omp simd
+            for (int64_t j = 0; j < size; ++j) {{
+                const int64_t i = block + j;
+                {each}
             }}
-            column += here;
-            if (column < n) continue;
-            column = 0, row = row + 1 < m ? row + 1 : 0;
-            for (int64_t k = 0; k < N_TERMS; ++k)
-                sums[k] += OF_ROWS[k] ? 1 : row % ROWS == 0 ? n : 0;
+            for (int64_t k = 0; k < N_TERMS; ++k) {{
+                if (OF_ROWS[k]) sums[k][row] += total(terms[k], size);
+                else for (int64_t j = 0; j < size; ++j) sums[k][band * n + at + j] += terms[k][j];
+            }}
         }}
     }}
 }}
 
-// Sums over the rows and columns of a stack of matrices. Columns are summed over each band; at the
-// end, the sums of the other bands are added to those of the first. Which bands are summed together
-// does not depend on the number of threads, so no bit of the result does either.
+// Writes the sums over the rows and columns of each row of the table that has a gradient; ``sums``
+// has the addresses of zeros for them. Which elements are summed together does not depend on the
+// number of threads, so no bit of the result does either.
 extern "C" void averages(
-    const double* h, const int64_t* grads, const int64_t* row, int64_t threads, double* const* sums
+    const int64_t* grads, const int64_t* table, int64_t n_rows, const double* numbers,
+    const int64_t* of_rows, int64_t threads, double* const* sums
 ) {{
-    const Tensors tensors(grads, row);
-    const int64_t m = row[TENSORS - 2], n = row[TENSORS - 1];
-    const int64_t bands = (m + ROWS - 1) / ROWS, some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
-    const int64_t matrices = row[NUMEL] / (m * n), end = matrices * bands;
-    if (row[NUMEL] <= WORTH_THREADS) threads = 1;
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t band = 0; band < end; band += some) {{
-        const int64_t next = lesser(band + some, end);
-        const int64_t from = band / bands * m + band % bands * ROWS;
-        const int64_t to = next / bands * m + next % bands * ROWS;
-        double* own[N_TERMS];
-        for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
-        sum_bands(h, tensors.of, from * n, to * n, m, n, own);
-    }}
-    for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])
-        for (int64_t matrix = 0; matrix < matrices; ++matrix) {{
-            double *first = sums[k] + matrix * bands * n, *other = first + n;
-            for (int64_t band = 1; band < bands; ++band, other += n)
-                for (int64_t j = 0; j < n; ++j) first[j] += other[j];
+    for (int64_t i = 0; i < n_rows; ++i, sums += N_TERMS) {{
+        const int64_t* row = table + i * COLUMNS;
+        if (of_rows[i] < 0 || !row[NUMEL]) continue;
+        const double* h = numbers + of_rows[i] * {width};
+        const Tensors tensors(grads, row);
+        const int64_t m = row[TENSORS - 2], n = row[TENSORS - 1], bands = (m + ROWS - 1) / ROWS;
+        const int64_t all = row[NUMEL] / (m * n) * bands;
+        const int64_t own = row[NUMEL] > WORTH_THREADS ? threads : 1;
+        double* to[N_TERMS];
+        for (int64_t k = 0; k < N_TERMS; ++k) to[k] = OF_ROWS[k] ? sums[k] : new double[all * n]();
+        #pragma omp parallel for num_threads(own) if (own > 1)
+        for (int64_t thread = 0; thread < own; ++thread)
+            sum_bands(h, tensors.of, m, n, all * thread / own, all * (thread + 1) / own, to);
+        for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k]) {{
+            for (int64_t band = 0; band < all; ++band) for (int64_t j = 0; j < n; ++j)
+                sums[k][band / bands * n + j] += to[k][band * n + j];
+            delete[] to[k];
         }}
+    }}
 }}
 """

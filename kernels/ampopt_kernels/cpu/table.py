@@ -11,7 +11,7 @@ param          1          address of the parameter or of its master weight
 states         1 each     addresses of the elementwise states
 copy or low    0 or 1     address of the low-precision copy, or low bits, of a master weight
 scales         0 or more  addresses of the scales of states with codecs; see ``codecs``
-factors        1 each     addresses of the factors of rows and columns; see ``row_column_states``
+factors        1 each     addresses of the factors of rows and columns; see ``row_column_means``
 m, n           0 or 2     rows and columns of a matrix, if there are factors
 scalar states  1 each     addresses of the 0-d states; 0 where the flags omit one
 numel          1          number of elements
@@ -39,15 +39,13 @@ from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
 from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import addresses
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["KindTable", "Table"]
 
 _EMPTY = 16
 """The address of a gradient without elements, whose own is 0."""
-_BAND = 32
-"""Rows of a matrix whose columns are summed together; ``ROWS`` of ``averages`` in ``loops``."""
 
 
 @functools.cache
@@ -61,14 +59,12 @@ def _library(kind: Kind) -> ctypes.CDLL:
     sums, unscales = (pointer, pointer), ctypes.c_bool
     library.update.argtypes = (*rows, *coefficients, *sums, *numbers, count, unscales)
     library.update.restype = None
-    if "reduce" in kind.roles:
-        library.before_reduce.argtypes = (*rows, *coefficients, *numbers)
-        library.before_reduce.restype = None
-        library.reduce.argtypes = (*rows, *numbers, count, pointer)
-        library.reduce.restype = None
-    if "averages" in kind.roles:
-        library.averages.argtypes = (pointer, pointer, pointer, count, pointer)
-        library.averages.restype = None
+    if "before_sums" in kind.roles:
+        library.before_sums.argtypes = (*rows, *coefficients, *numbers)
+        library.before_sums.restype = None
+    for role in {"reduce", "averages"} & {*kind.roles}:
+        function = getattr(library, role)
+        function.argtypes, function.restype = (*rows, *numbers, count, pointer), None
     return library
 
 
@@ -103,8 +99,8 @@ class KindTable:
         tensors = [t for t in tensors if t is not None]
         self._alive += map(Tensor.untyped_storage, tensors)
         integers = [place, *map(Tensor.data_ptr, tensors)]
-        if row.row_column_states is not None:
-            integers += row.row_column_states.addresses
+        if row.row_column_means is not None:
+            integers += row.row_column_means.addresses
         integers += [0 if scalar is None else scalar.data_ptr() for scalar in row.scalars]
         assert row.param is not None
         integers += (row.param.numel(), row.group)
@@ -128,13 +124,13 @@ class KindTable:
         last = torch.get_num_threads(), unscales
         self._library.update(table.grads_at, *self._rows, *inputs, *self._results, *last)
 
-    def before_reduce(self, table: "Table", coefficients: tuple[float, float]) -> None:
+    def before_sums(self, table: "Table", coefficients: tuple[float, float]) -> None:
         """Compute the numbers of ``reduce`` and ``averages``; arguments as for :meth:`update`."""
         inputs = table.hyper_at, *coefficients
-        self._library.before_reduce(table.grads_at, *self._rows, *inputs, *self._results)
+        self._library.before_sums(table.grads_at, *self._rows, *inputs, *self._results)
 
     def reduce(self, table: "Table", sums: Tensor) -> None:
-        """Write the sums of the terms of ``reduce``, after :meth:`before_reduce`.
+        """Write the sums of the terms of ``reduce``, after :meth:`before_sums`.
 
         Args:
             table: has the gradients of this step.
@@ -143,39 +139,25 @@ class KindTable:
         to = torch.get_num_threads(), sums.data_ptr()
         self._library.reduce(table.grads_at, *self._rows, *self._results, *to)
 
-    def numbers_of(self, index: int) -> array | None:
-        """The numbers of ``members[index]``, after :meth:`before_reduce`; ``None`` if absent."""
-        result, width = self._of_rows[index], self.kind.width_of("reduce")
-        return None if result < 0 else self._numbers[result * width : (result + 1) * width]
-
-    def line_sums(
-        self, table: "Table", index: int, numbers: array, own: RowColumnStates
-    ) -> list[Tensor]:
-        """The sums of each term of ``averages``: float64, shape (1, *shape of the statistic).
+    def sum_lines(self, table: "Table", rows: Sequence[ParamRow]) -> LineSums:
+        """The sums of each term of ``averages``, after :meth:`before_sums`; none are stacked.
 
         Args:
             table: has the gradients of this step.
-            index: the index of the row in :attr:`members`.
-            numbers: of that row; see :meth:`numbers_of`.
-            own: the row and column states of that row.
+            rows: the rows of the work.
         """
-        if not own.numel:  # of a shard
-            shapes = [(1, *part.beside(own.shape)) for part in own.parts]
-            return [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
-        m, n = own.shape[-2:]
-        matrices, bands = own.numel // (m * n), -(-m // _BAND)
-        shapes = [(matrices, m) if of_rows else (matrices, bands, n) for of_rows in own.of_rows]
-        sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
-        to = array("q", map(Tensor.data_ptr, sums))
-        row = self._rows[0] + 8 * self._columns * index
-        threads, to_at = torch.get_num_threads(), to.buffer_info()[0]
-        numbers_at = numbers.buffer_info()[0]
-        self._library.averages(numbers_at, table.grads_at, row, threads, to_at)
-        # The function has added up all bands in the place of the first one.
-        return [
-            (x if of_rows else x[:, 0]).reshape(1, *part.beside(own.shape))
-            for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
-        ]
+        lines, width, to = LineSums({}, {}), self.kind.width_of("reduce"), array("q")
+        for place, result in zip(self.members, self._of_rows, strict=True):
+            own = rows[place].row_column_means
+            assert own is not None
+            sums = own.zero_sums()
+            to.extend(map(Tensor.data_ptr, sums))
+            if result >= 0 and 0 not in own.whole_shape:
+                lines.stacks[(place,)] = sums
+                lines.h[place] = self._numbers[result * width + 2 : (result + 1) * width]
+        threads = torch.get_num_threads(), to.buffer_info()[0]
+        self._library.averages(table.grads_at, *self._rows, *self._results, *threads)
+        return lines
 
 
 class Table:

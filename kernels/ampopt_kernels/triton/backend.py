@@ -11,13 +11,13 @@ from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.native import objects
-from ampopt_kernels.row_column_states import LineSums
+from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
 from ampopt_kernels.triton.launch import Launcher, launch
-from ampopt_kernels.triton.lines import Lines, advance_row_column_states, line_kernel, line_launches
+from ampopt_kernels.triton.lines import Lines, line_kernel, line_launches, lines_of
 from ampopt_kernels.triton.reduce import (
     count_terms,
     reduce_kernel,
@@ -57,13 +57,13 @@ class Triton(Backend):
         numbers = _h_table(work)  # passed for every argument of float64 numbers
         decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
         launch = functools.partial(self._launch, work.device)
+        h = _h_table(work, to_reduce=True)
+        if _averages(work):
+            for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
+                launch(line_kernel, 0, arguments)
         if _reduces(work):
             if not decides:
                 launch(control_kernel, 0, control_arguments(work, decision))
-            h = _h_table(work, to_reduce=True)
-            if _averages(work):
-                for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
-                    launch(line_kernel, 0, arguments)
             for _, arguments in reduce_launches(work, numbers, h, numbers):
                 launch(reduce_kernel, 0, arguments)
             launch(sum_kernel, 0, sum_arguments(work, numbers, numbers))
@@ -149,24 +149,17 @@ class Triton(Backend):
         self._launch(device, control_kernel, 1, arguments)
         return decision
 
-    def line_sums(self, work: Work, decision: Decision) -> LineSums:
-        """See :meth:`Backend.line_sums`."""
-        h = self._h_to_reduce(work, decision)
-        return self._sums_over_lines(work, h, decision.coefficients_on_device)
-
-    def _sums_over_lines(self, work: Work, h: Tensor, coefficients: Tensor) -> LineSums:
-        """Sums over lines of all rows. Does not synchronize.
-
-        One launch for each term and kind of rows.
-        """
-        lines = _lines(work)
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
+        lines, h = _lines(work), self._h_to_reduce(work, decision)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
+        coefficients = decision.coefficients_on_device
         for programs, arguments in line_launches(work, lines, coefficients, h, sums):
             self._launch(work.device, line_kernel, programs, arguments)
-        return lines.by_row(sums)
+        return LineSums(lines.by_stack(work, sums), h)
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
-        """The results of ``before_reduce`` for each row: float64, shape (rows, width)."""
+        """The numbers of each row for ``reduce`` and ``averages``: float64, shape (rows, width)."""
         if decision.h is not None:
             return decision.h
         h = _h_table(work, to_reduce=True)
@@ -175,19 +168,13 @@ class Triton(Backend):
         return h
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
-        """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows.
-
-        For a rule with row and column averages, one launch for each of its terms comes first.
-        """
+        """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows."""
         rule, table = work.rule, Table.of(work)
         assert rule is not None
         h = self._h_to_reduce(work, decision)
         n_terms = count_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
         coefficients = decision.coefficients_on_device
-        if _averages(work):
-            lines = decision.lines or self._sums_over_lines(work, h, coefficients)
-            advance_row_column_states(work, _lines(work), coefficients, h, lines)
         for programs, arguments in reduce_launches(work, coefficients, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
@@ -214,7 +201,7 @@ def _lines(work: Work) -> Lines:
     """The lines of ``work``, made once for each table."""
     table = Table.of(work)
     if table.lines is None:
-        table.lines = Lines.of(work.rows, table.aligned, table.chunk, table.block)
+        table.lines = lines_of(work.rows, table)
     return table.lines
 
 

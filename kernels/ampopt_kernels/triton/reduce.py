@@ -51,7 +51,7 @@ def reduce_launches(
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
                 "N_TERMS": count_terms(work),
-                "OF_ROWS": () if row.row_column_states is None else row.row_column_states.of_rows,
+                "OF_ROWS": () if row.row_column_means is None else row.row_column_means.of_rows,
                 "EVEN": group.even,
                 "FACTORS": len(row.dtypes),
                 **decoding_arguments(row.codecs, n),

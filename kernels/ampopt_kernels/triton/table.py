@@ -10,7 +10,7 @@ grad                1          address of the gradient; 0 for a row that this st
 param               1          address of the parameter, or of its float32 master weight
 states              1 each     addresses of the elementwise states
 copy                0 or 1     address of the low-precision copy, or low bits, of a master weight
-factors             1 each     addresses of the factors; see ``row_column_states``
+factors             1 each     addresses of the factors; see ``row_column_means``
 m, n                0 or 2     rows and columns of a matrix, if there are factors
 (padding)                      0, up to the same number of columns in every row
 scales              0 or more  addresses of the scales of states with codecs; see ``codecs``
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
-from ampopt_kernels.row_column_states import EVEN
+from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.work import ParamRow, Work
@@ -208,8 +208,8 @@ class Table:
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             streams = [0 if t is None else t.data_ptr() for t in (grad, *row.outputs)]
             aligned.append(all(address % 16 == 0 for address in streams))
-            if row.row_column_states is not None:
-                streams += row.row_column_states.addresses
+            if row.row_column_means is not None:
+                streams += row.row_column_means.addresses
             streams += [0] * (2 + n_states - len(streams))
             if n_scales:
                 scales = [0 if s is None else s.data_ptr() for s in row.scales]
@@ -223,11 +223,8 @@ class Table:
             rows += [keys, row.places.first, of_flags]
             rows += [int(row.in_norm), row.group, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
-            even = (
-                aligned[index]
-                and row.row_column_states is not None
-                and row.row_column_states.is_even
-            )
+            means = row.row_column_means
+            even = aligned[index] and means is not None and means.is_even
             kinds.setdefault((row.kind, aligned[index], even), []).append(index)
         chunk = _chunk(sum(sizes))
         blocks: list[int] = []
@@ -274,7 +271,10 @@ def _mark_empty(numbers: array, columns: int, work: Work) -> None:
 
 def state_columns(rule: Rule | None) -> int:
     """Columns of the table for elementwise states, the copy, factors, m and n."""
-    return 0 if rule is None else len(rule.state) + 1 + 2 * (rule.averages is not None)
+    if rule is None:
+        return 0
+    factors = 0 if rule.averages is None else len(rule.averages_over) + 2
+    return len(rule.state) + 1 + factors
 
 
 def hyper_table(work: Work) -> Tensor:

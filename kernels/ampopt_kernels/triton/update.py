@@ -63,7 +63,7 @@ def update_launches(
                 "JUMPS": len(row.places.jumps),
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
-                "OF_ROWS": () if row.row_column_states is None else row.row_column_states.of_rows,
+                "OF_ROWS": () if row.row_column_means is None else row.row_column_means.of_rows,
                 "EVEN": group.even,
                 **arguments_of(row.codecs, len(group.dtypes)),
                 "SCALES": 2 + state_columns(rule),

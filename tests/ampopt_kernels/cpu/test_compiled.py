@@ -39,7 +39,8 @@ from ampopt_kernels.cpu.gradients import PART
 from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import RowColumnMeans
+from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step import run
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import arithmetic
@@ -397,16 +398,15 @@ def given_to(shape: tuple[int, ...], dtypes: Any, seed: int, offset: int = 0) ->
 
 
 def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> Any:
-    """The row and column states of a shard, and what the pass ``line_sums`` returns for it."""
+    """The means of a parameter, and what the pass ``sum_lines`` returns for it."""
     grad, param, state = tensors
     dtype = arithmetic(grad.dtype, param.dtype)
-    size, parts = (param.shape[-2], param.shape[-1]), LINES.row_column_states_for((both,))
-    own = RowColumnStates.of(parts, (), param, dtype, size, shard=object())
-    row = ParamRow(grad.dtype, param, (state,), flags=(both,), row_column_states=own)
+    own = RowColumnMeans.of(LINES.averages_for((both,)), (), param, dtype)
+    row = ParamRow(grad.dtype, param, (state,), flags=(both,), row_column_means=own)
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
     backend.prepare(work, decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
-    return own, [sums.squeeze(0) for sums in backend.line_sums(work, decision)[0]]
+    return own, [sums.squeeze(0) for sums in backend.sum_lines(work, decision).stacks[(0,)]]
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
@@ -433,9 +433,9 @@ def test_sums_of_lines_are_those_of_float64(stack, m, n, both, dtypes, factors, 
     g, p, state = (t.to(compute).view(matrices, m, n) for t in tensors)
     averages = LINES.torch_averages_in(compute)
     terms = averages(p, g * factors[0] * factors[1], (state,), (0.3,), (both,))
-    for part, sums, term in zip(own.parts, results, terms, strict=True):
-        assert sums.shape == part.beside((*batch, m, n)) and sums.dtype == F64
-        lines = term if part.shape == "rows" else term.mT
+    for over, sums, term in zip(own.over, results, terms, strict=True):
+        assert sums.shape == shape_of_lines((*batch, m, n), over) and sums.dtype == F64
+        lines = term if over == "rows" else term.mT
         lines = lines.reshape(-1, lines.shape[-1]).tolist()
         expected = torch.tensor([math.fsum(line) for line in lines], dtype=F64)
         size = torch.tensor([math.fsum(map(abs, line)) for line in lines], dtype=F64)

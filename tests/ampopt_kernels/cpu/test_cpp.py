@@ -20,7 +20,7 @@ from ampopt_kernels.cpu.cpp import Kind, source_of, translate
 from ampopt_kernels.decision import Coefficients, Decision
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.row_column_states import RowColumnStates
+from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import arithmetic
@@ -65,17 +65,17 @@ def tensors_of(rule: Rule, flags: Any, dtypes: Any, n: int, seed: int) -> list[t
     return [*tensors, tensors[1].to(copy)] if copy is not None else tensors
 
 
-def row_column_states_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The row and column states of a stack of matrices; ``None`` if the rule has none."""
-    if not (parts := rule.row_column_states_for(flags)):
+def row_column_means_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The means and factors of a stack of matrices; ``None`` if the rule has none."""
+    if not (over := rule.averages_for(flags)):
         return None
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
     rows = p.numel() // columns
     shaped = p.view(-1, rows // (2 - rows % 2), columns)
-    states = RowColumnStates.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
-    for factor in states.factors:
+    means = RowColumnMeans.of(over, (), shaped, dtype)
+    for factor in means.factors:
         factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
-    return states
+    return means
 
 
 def updated(
@@ -96,7 +96,7 @@ def updated(
         copies[0] if copies else None,
         scalars=scalars,
         flags=flags,
-        row_column_states=row_column_states_of(rule, flags, param, arithmetic(*dtypes_of(tensors))),
+        row_column_means=row_column_means_of(rule, flags, param, arithmetic(*dtypes_of(tensors))),
     )
     work = Work(torch.device("cpu"), [row], [grad], rule, [list(hyper)])
     backend.prepare(work, decides=True)

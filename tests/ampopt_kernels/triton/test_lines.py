@@ -4,16 +4,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given
+from support.averaging_rules import Centered
 from support.counted_operations import counted, silent_launches
 from support.kernel_rows import CPU
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.row_column_states import RowColumnStates, sums_of
+from ampopt_kernels.decision import Decision
+from ampopt_kernels.row_column_means import RowColumnMeans, sums_of
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
-from ampopt_kernels.triton.launch import launch
-from ampopt_kernels.triton.lines import line_kernel, line_launches
 from ampopt_kernels.work import ParamRow, Work
 
 MATRIX = (False, False)
@@ -25,10 +25,8 @@ def matrix(shape, dtype, shift):
     """A row of Adafactor and its gradient, of whole numbers, so that sums are exact."""
     n = torch.Size(shape).numel()
     whole = (torch.arange(n + shift) * 7 % 11 - 5).to(dtype)[shift:].view(shape)
-    parts = rules.adafactor.row_column_states_for(MATRIX)
-    states = [torch.zeros(part.beside(shape)) for part in parts]
-    own = RowColumnStates.of(parts, states, whole, torch.float32, shape[-2:])
-    return ParamRow(dtype, param=whole.clone(), flags=MATRIX, row_column_states=own), whole
+    own = RowColumnMeans.of(rules.adafactor.averages_for(MATRIX), (), whole, torch.float32)
+    return ParamRow(dtype, param=whole.clone(), flags=MATRIX, row_column_means=own), whole
 
 
 @given(
@@ -44,20 +42,15 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
     work = Work(CPU, rows, grads, rules.adafactor, hyper)
     factors = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
     h = torch.ones((len(rows), rules.adafactor.widths(6).reduce), dtype=torch.float64)
-    lines = triton_backend._lines(work)
-    sums = torch.zeros(lines.size, dtype=torch.float64)
-    for programs, arguments in line_launches(work, lines, factors, h, sums):
-        launch(CPU, line_kernel, programs, arguments)
-    for stack in lines.stacks:
-        for number, (index, own) in enumerate(zip(stack.rows, stack.members, strict=True)):
-            coefficients = (0.5, 1.0, *[1.0] * h.shape[1])
-            param = rows[index].param
-            assert param is not None
-            inputs = (grads[index], param)
-            expected = sums_of(rules.adafactor, own, MATRIX, inputs, coefficients)
-            for (start, parts, n), line_sums in zip(stack.sums, expected, strict=True):
-                terms = sums[start:].narrow(0, number * parts * n, parts * n).view(parts, n)
-                assert torch.equal(terms.sum(0), line_sums.flatten())
+    decision = Decision(torch.zeros(()), factors, h=h)
+    stacks = Triton().sum_lines(work, decision).stacks
+    summed = [index for members in stacks for index in members]
+    assert sorted(summed) == [i for i, shape in enumerate(shapes) if 0 not in shape]
+    for members, sums in stacks.items():
+        for number, index in enumerate(members):
+            expected = sums_of(work, index, (0.5, 1.0, *[1.0] * h.shape[1]))
+            for of_stack, line_sums in zip(sums, expected, strict=True):
+                assert torch.equal(of_stack[number], line_sums[0])
 
 
 def adafactor(shapes):
@@ -85,6 +78,18 @@ def test_a_step_of_adafactor_runs_as_many_operations_for_any_number_of_matrices(
         assert launches["line_kernel"] == 3 * 2  # steps, and terms
         of_each_shape = operations_of(adafactor([(8, 8), (8, 16), (4, 8)] * 4)).total()
         assert of_each_shape <= 25 * 3
+
+
+def test_a_rule_that_averages_and_sums_nothing_up_launches_no_sums(monkeypatch):
+    ampopt.set_backend("triton")
+    param = torch.nn.Parameter(torch.ones(4, 8))
+    param.grad = torch.ones_like(param)
+    optimizer = Centered([param])
+    with silent_launches(monkeypatch) as launches:
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert launches == dict.fromkeys(
+        ("detect_kernel", "control_kernel", "line_kernel", "update_kernel"), 1
+    )
 
 
 def test_each_stack_gets_the_numbers_of_its_own_rows():

@@ -1,10 +1,12 @@
-"""Rules with states of rows and columns: the means that they get, and steps, skips and errors."""
+"""Rules that average over rows and columns: their means, states, steps, skips and errors."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.averaging_rules import Centered, Damped
 from support.scripted_steps import assert_a_skip_changes_no_bit, gradient, params_of, step
 from torch.nn import Parameter
 
@@ -12,11 +14,11 @@ import ampopt
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.rule import keep_all
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 SHAPES = [(3, 4), (5,), (2, 3, 2), (70, 61), (0, 3), (4, 1), (1, 7), ()]
 STEPS = 3
+BF16 = torch.bfloat16
 
 
 @jit
@@ -160,15 +162,14 @@ def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
 def test_on_a_device_a_skip_is_selected():
     from ampopt_kernels.decision import Request
     from ampopt_kernels.eager import Eager
-    from ampopt_kernels.row_column_states import RowColumnStates
+    from ampopt_kernels.row_column_means import RowColumnMeans
     from ampopt_kernels.step import run
     from ampopt_kernels.work import ParamRow, Work
 
     p, average = torch.ones(2, 3), torch.zeros(2, 3)
     states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]
-    parts = RULE.row_column_states_for((False, False))
-    made = RowColumnStates.of(parts, states, p, torch.float32, (2, 3))
-    row = ParamRow(p.dtype, p, (average,), flags=(False, False), row_column_states=made)
+    means = RowColumnMeans.of(RULE.averages_for((False, False)), states, p, torch.float32)
+    row = ParamRow(p.dtype, p, (average,), flags=(False, False), row_column_means=means)
     for bad, kept in ((float("inf"), True), (0.0, False)):
         before = [t.clone() for t in (p, average, *states)]
         work = Work(p.device, [row], [torch.full((2, 3), 1.0 + bad)], RULE, [[0.25, 0.75]])
@@ -255,7 +256,7 @@ def test_vectors_and_complex_matrices_are_refused():
 
     p = Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    message = r"row and column statistics by_row, by_column, .* has shape \(3,\)"
+    message = r"averages over rows and columns, .* has shape \(3,\)"
     with pytest.raises(RuntimeError, match=message):
         Careless([p]).step()
     p = Parameter(torch.ones(2, 3, dtype=torch.complex64))
@@ -266,62 +267,72 @@ def test_vectors_and_complex_matrices_are_refused():
     assert not optimizer.state and p.eq(1).all()
 
 
-@jit
-def _squares(p, g, state, h, flags):
-    return (g * g,)
-
-
-def _as_they_are(means: Any, state: Any, h: Any, flags: Any) -> Any:
-    return means, (means[0].rsqrt() * h[0],)
-
-
-@jit
-def _falling(s, h, flags):
-    return (s[0] + 1,), (h[0] / (s[0] + 1),)
-
-
-@jit
-def _by_row(p, g, state, h, flags):
-    return p - g * state[0], ()
-
-
-class ByRow(ampopt.ElementwiseOptimizer):
-    """Divides each row of the gradient by its length; sums nothing up."""
-
-    rule = Rule(
-        update=_by_row,
-        averages=_squares,
-        factors=_as_they_are,
-        scalars=_falling,
-        hyper=("lr",),
-        state=(State("row_mean", shape="rows"),),
-        scalar_state=(State("step"),),
-    )
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.5})
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rule_with_averages_needs_no_reduce(backend):
+def test_averages_need_no_state_and_no_reduce(backend):
     ampopt.set_backend(backend)
-    p = Parameter(torch.linspace(-3, 1, 12).reshape(3, 4))
-    expected, optimizer = p.detach().double(), ByRow([p])
-    for i, bad in enumerate((1.0, float("inf"), 1.0)):
-        p.grad = gradient(p, i).float() * bad
-        optimizer.unscale_and_step(grads_scaled_by=1.0)
-        if bad == 1.0:
+    shapes = [(3, 4), (4,), (2, 3, 4), (0, 4), (3, 4)]
+    params = params_of(shapes, torch.float32)
+    expected, optimizer = [p.detach().double() for p in params], Centered(params)
+    for i, bad in enumerate((0.0, float("inf"), 0.0)):
+        step(optimizer, params, i, bad=bad)
+        for k, p in enumerate(expected if not bad else ()):
             g = gradient(p, i).float().double()
-            mean = (g * g).mean(-1, keepdim=True)
-            expected -= 0.5 / (1 if i == 0 else 2) * g / mean.sqrt()
-            torch.testing.assert_close(optimizer.state[p]["row_mean"].double(), mean)
-    torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-6)
-    assert optimizer.state[p]["step"] == 2
+            g = g - g.mean(-1, keepdim=True) if g.ndim > 1 else g
+            expected[k] = p - 0.5 / (1 if i == 0 else 2) * g
+    for p, values in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach().double(), values, rtol=1e-6, atol=1e-6)
+        assert optimizer.state[p].keys() == {"step"} and optimizer.state[p]["step"] == 2
 
 
-@jit
-def _two_arguments(s, h):
-    return s, h
+def whole_gradient(p: torch.Tensor, i: int) -> torch.Tensor:
+    """Whole numbers, so that sums, in whatever order, are exact; larger in some places."""
+    places = torch.arange(p.numel())
+    return ((places * (7 + i) % 11 - 5) * 2 ** (places // 60 % 7)).to(p.dtype).view(p.shape)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {"master_weights": True, "master_bits": 24})],
+    ids=str,
+)
+def test_states_beside_means_are_kept_in_few_bits_alike_on_every_backend(dtype, options, bits):
+    """Also where a row, or a thread's part of the rows, begins within a block of codes."""
+    ends = []
+    for backend in BACKENDS:
+        ampopt.set_backend(backend)
+        params = params_of([(70, 130), (3, 50, 63), (8192,), (5, 7)], dtype)
+        optimizer = Damped(params, state_bits=bits, **options)
+        for i, bad in enumerate((0.0, 0.0, float("nan"), 0.0)):
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            for p in params:
+                p.grad = whole_gradient(p, i) + bad
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+            after = optimizer.state_dict()["state"]
+            same = [torch.equal(x, after[k][n]) for k in before for n, x in before[k].items()]
+            assert all(same) == (bad != 0.0 or i == 0)
+        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+        for p, state in ((p, optimizer.state[p]) for p in params[:2]):
+            full = torch.float32 if options else dtype
+            # Beside exact means, a signed state keeps the digits of bfloat16.
+            few = {32: (full, full), 16: (BF16, BF16), 8: (BF16, torch.uint8)}[bits]
+            assert (state["momentum"].dtype, state["square"].dtype) == few
+            assert state["row_mean"].dtype == full and state["row_mean"].shape == (*p.shape[:-1], 1)
+    for end in ends[1:]:
+        assert all(map(torch.equal, ends[0], end))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_few_bits_train_as_32_do(bits):
+    ends = []
+    for own in (32, bits):
+        (p,) = params_of([(96, 96)], torch.float32)
+        optimizer = Damped([p], lr=0.125, state_bits=own)
+        for i in range(50):
+            p.grad = p.detach() + whole_gradient(p, i) / 64
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        ends.append(p.detach())
+    assert (ends[1] - ends[0]).norm() < 0.05 * ends[0].norm()
 
 
 @pytest.mark.parametrize(
@@ -329,11 +340,10 @@ def _two_arguments(s, h):
     [
         ({"averages": None}, "lacks averages"),
         ({"factors": None}, "lacks factors"),
-        ({"state": (State("average"),)}, "return the means themselves as the new states"),
-        (
-            {"reduce": None, "before_reduce": keep_all, "scalars": _two_arguments},
-            r"scalars must take \(s, h, flags\), as the rule has averages",
-        ),
+        ({"state": (State("average"),)}, r"averages_over must be a tuple .*got \(\)"),
+        ({"averages_over": "rows"}, "such as .*, got 'rows'"),
+        ({"averages_over": ("row",)}, r"'rows' or 'columns', .*got \('row',\)"),
+        ({"averages_when": "not vector"}, "averages_over must be a tuple"),
         ({"averages": lambda p, g, state, h, flags: (g,)}, "averages must be a function marked"),
     ],
 )
@@ -366,12 +376,12 @@ def _summed(p, g, state, h, flags):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"averages": _one_term}, r"returned 1 terms for 2 states .*by_row"),
+        ({"averages": _one_term}, r"returned 1 terms, .* averaged over \('rows', 'columns'\)"),
         ({"averages": _summed}, r"`g.sum\(\)`.*A rule is elementwise"),
         ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
         (
             {"factors": lambda means, state, h, flags: (means, h[9])},
-            r"test_row_column_states.py:\d+.*h\[9\]",
+            r"test_row_column_means.py:\d+.*h\[9\]",
         ),
         ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
         ({"factors": lambda m, state, h, flags: (m, (m[0] / m[0].mean(), m[1]))}, "in a stack"),
