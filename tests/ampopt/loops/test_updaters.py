@@ -76,7 +76,7 @@ def test_nnablas_updater(tmp_path, capsys):
     theirs = TheirUpdater(iter(gradients()), 8.0, 20, 1e-4, 1e-4)
     model = Weight()
     optimizer = ampopt.SGD(model.parameters(), lr=1e-4)
-    step = ampopt.TrainStep(
+    step: Any = ampopt.TrainStep(
         model,
         mean,
         optimizer,
