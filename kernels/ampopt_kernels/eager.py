@@ -89,29 +89,28 @@ class Eager(Backend):
             return accumulate_gradients(work, request, host_sees=self.host_sees)
         inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
-        norms = request.max_norm is not None
         for place, row, grad in work.present_rows():
-            dtype = row.compute_dtype
             if not grad.numel():
                 continue
-            factor = _cast(inverse, dtype)
-            unscaled = grad.to(dtype) * factor if request.write or request.measure else grad
+            unscaled = tested = grad
+            scaled_by = inverse
+            if request.write or request.measure:
+                unscaled = grad.to(row.compute_dtype) * _cast(inverse, row.compute_dtype)
             if request.write:
-                flags.append(overflows(unscaled, 1.0, dtype))
+                tested, scaled_by = unscaled, 1.0
                 grad.copy_(unscaled)
-                norm = torch.linalg.vector_norm(unscaled, dtype=wide) if norms else None
-            else:
-                flags.append(overflows(grad, factor, dtype))
-                norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
+            factor = _cast(scaled_by, row.compute_dtype)
+            flags.append(overflows(tested, factor, row.compute_dtype))
             rows.append(place)
+            if request.max_norm is not None or request.measure:
+                norm = torch.linalg.vector_norm(tested, dtype=wide) * scaled_by
+                squares.append(norm * norm if row.in_norm else torch.zeros_like(norm))
             if request.measure:
-                measures.append(measured(unscaled, row.in_norm))
-            if norm is not None and row.in_norm:
-                squares.append(norm * norm)
+                measures.append(measured(unscaled, squares[-1]))
         flag_tensor = as_tensor(flags, torch.float32, work.device)
         return Partials(
             flag_tensor,
-            as_tensor(squares, wide, work.device) if norms else None,
+            None if request.max_norm is None else as_tensor(squares, wide, work.device),
             (
                 GradientReport(
                     flag_tensor, rows, work.owners, torch.stack(measures) if measures else None

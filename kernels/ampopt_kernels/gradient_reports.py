@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.tensors import widest
 
 __all__ = [
     "FLUSHED",
@@ -126,17 +125,15 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def measured(unscaled: Tensor, in_norm: bool) -> Tensor:
+def measured(unscaled: Tensor, square: Tensor) -> Tensor:
     """The measures of one chunk that is not empty; see :attr:`GradientReport.measures`.
 
     Args:
         unscaled: unscaled gradients, of any floating-point dtype.
-        in_norm: whether the sum of squares is wanted, or 0.
+        square: the sum of their squares: ``widest``, 0-d.
     """
-    wide = widest(unscaled.device)
     magnitudes = unscaled.abs()
     finite: Any = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
     is_nonzero = finite > 0
-    squares = finite.to(wide).square().sum() if in_norm else finite.new_zeros(())
-    each = (finite.max(), is_nonzero.sum(), (is_nonzero & (finite <= FLUSHED)).sum(), squares)
-    return torch.stack([x.to(wide) for x in each])
+    each = (finite.max(), is_nonzero.sum(), (is_nonzero & (finite <= FLUSHED)).sum(), square)
+    return torch.stack([x.to(square.dtype) for x in each])
