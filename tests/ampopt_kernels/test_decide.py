@@ -91,6 +91,7 @@ def expected(checks: Any, norm: float, loss: float, overflow: bool) -> Any:
     drop=st.booleans(),
 )
 @example([Check(2.0, 1.0, limit=2.0)], 2.0, 0.0, None, True)
+@example([Check(2.0, 1.0, limit=1.0), Check(3.0, 0.0, limit=1.0)], 2.0, 2.0, None, True)
 @example([Check(3.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, NAN, None, True)  # type: ignore[arg-type]
 @example([Check(3.0, 0.0, -1.0, 2.0, 3.0, statistics=(1.0, 1.5, 0.0))], 0.0, INF, None, True)  # type: ignore[arg-type]
 def test_finds_the_first_cause_and_updates_the_statistics(
@@ -141,6 +142,10 @@ def test_a_scale_that_is_not_usable_is_an_overflow_and_no_other_cause(engine):
     leaves_out=st.sampled_from([0.0, 2.0]),
     both_sides=st.sampled_from([0.0, 1.0]),
 )
+@example([1.0, 1.0, 1.5, 1.65], 0.0, 1.0, 0.0, 0.0)  # the last is an outlier
+@example([1.0, 1.0, 1.5, 1.65], 1.0, 0.0, 0.0, 0.0)  # but not of a window that includes it
+@example([1.0, 1.0, 1.5, 1.5], 0.0, 0.0, 0.0, 0.0)  # an outlier
+@example([1.0, 1.0, 1.5, 1.5], 0.0, 1.0, 0.0, 0.0)  # but not with the correction
 def test_a_window_has_the_last_values(engine, values, latest, correction, leaves_out, both_sides):
     length, warmup, deviations = 4, 3, 1.25
     numbers = torch.zeros(2 + length, dtype=torch.float64)
