@@ -359,22 +359,22 @@ def test_nothing_synchronizes():
 
 
 @pytest.mark.parametrize(
-    ("limits", "at_most"),
+    "limits",
     [
-        ({"norm": 2.0}, 3),
-        ({"norm": 2.0, "norm_deviations": 6.0}, 3),
-        ({"loss_deviations": 6.0}, 4),
-        ({"norm_deviations": 6.0, "loss": 2.0, "loss_deviations": 6.0}, 7),
+        {"norm": 2.0},
+        {"norm_deviations": 6.0, "loss": 2.0, "loss_deviations": 6.0},
+        "olmo",
     ],
 )
-def test_checks_are_part_of_the_decision_and_a_few_operations(
-    backend, monkeypatch, limits, at_most
-):
+def test_checks_are_part_of_the_decision_and_launch_nothing(backend, monkeypatch, limits):
     if backend != "triton":
         return  # whose launches are torch operations
     param = Parameter(torch.ones(4))
     optimizer = ampopt.AdamW([param])
-    ampopt.skip_when(optimizer, **limits)
+    if isinstance(limits, str):
+        ampopt.skip_when.like(limits, optimizer)
+    else:
+        ampopt.skip_when(optimizer, **limits)
     scale: Any = ampopt.DynamicLossScale()
     loss = torch.tensor(1.0)
     param.grad = torch.ones_like(param)
@@ -386,7 +386,7 @@ def test_checks_are_part_of_the_decision_and_a_few_operations(
     with silent_launches(monkeypatch) as launches:
         step()
         operations = counted(step)
-    assert operations.total() <= at_most
+    assert not operations
     assert launches == dict.fromkeys(("detect_kernel", "control_kernel", "update_kernel"), 2)
 
 
