@@ -37,8 +37,8 @@ _looks_away = False
 def set_backend(name: str) -> None:
     """Choose the backend of all optimizers, from their next step on.
 
-    Until the first call, the environment variable ``AMPOPT_BACKEND`` chooses it; without that it is
-    ``"auto"``.
+    Until the first call, the environment variable ``AMPOPT_BACKEND`` chooses it, as it is when it
+    is first needed; without that it is ``"auto"``.
 
     Args:
         name: the backend, one of these four.
@@ -73,8 +73,12 @@ def set_backend(name: str) -> None:
 
 def get_backend() -> str:
     """The name of the chosen backend; see :func:`set_backend`."""
-    if _chosen is not None:
-        return _chosen
+    return _chosen or _of_environment()
+
+
+@functools.cache
+def _of_environment() -> str:
+    """The name of the backend that the environment chooses, which is read once."""
     return _checked_name(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
@@ -91,7 +95,7 @@ def backend_for(device: torch.device) -> Backend:
     Raises:
         RuntimeError: the chosen backend cannot run on ``device``.
     """
-    name = _chosen or get_backend()
+    name = get_backend()
     if _looks_away and device.type == "cpu" and name != "triton":
         return Eager()
     if name == "auto":

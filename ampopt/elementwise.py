@@ -183,14 +183,13 @@ class ElementwiseOptimizer(Optimizer):
         try:
             self.check_step()
             loss = call_closure(closure)
-            pending = ours.pending
-            request = ours.step_request or (pending and pending.request)
+            request = ours.step_request if handoff is None else handoff.request
+            if request is None and (pending := ours.pending) is not None:
+                request = pending.request
         finally:
             ours.step_request = (
                 None  # the request is for this step alone, even if the closure raised
             )
-        if handoff is not None:
-            request = handoff.request
         if request is None:
             ours.warn_of_untold_scale()
             request = Request(check=False)

@@ -197,7 +197,7 @@ class Plan:
         if not self._works_now:
             return self._decided_elsewhere(request) or request.earlier_decision
         extended_request = request
-        if self._agreement is not None:
+        if self._agreement is not None and (request.needs_agreement or self._rule.reduces):
             extended_request = replace(
                 extended_request,
                 agree=flag_all_reduce(self._agreement, request, len(self._params_now)),
@@ -220,9 +220,10 @@ class Plan:
     def _can_write(self) -> bool:
         """Whether no gradient of this step is a copy, or shares memory with another.
 
-        What two gradients have would be divided twice.
+        What two gradients have would be divided twice. Nor are there gradients on the CPU, which
+        the update unscales, beside those of an accelerator, which are unscaled before.
         """
-        if self._tensor_guard.has_copied:
+        if self._tensor_guard.has_copied or len({w.device.type for w in self._works_now}) > 1:
             return False
         return not any(may_overlap(work.present_grads) for work in self._works_now)
 

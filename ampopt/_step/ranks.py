@@ -16,6 +16,7 @@ from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import is_flattened_by_fsdp1, replicas_of_fsdp1
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import DEFAULTS
+from ampopt_kernels.native.objects import IdentityGuard
 
 __all__ = [
     "REPLICATED",
@@ -146,29 +147,31 @@ class AgreementCache:
             step_has_collectives: see :class:`ampopt._step.all_reduce.Agreement`.
         """
         self._step_has_collectives = step_has_collectives
-        self._key: Any = None
-        # Kept alive, so that no new parameter or param group gets the id of one in the key.
+        self._groups: list[Any] | None = None
+        self._members = IdentityGuard([], [])
         self._params: list[Any] = []
+        self._key: Any = None
         self._agreement: Agreement | None = None
 
     def get(self, optimizer: Any, process_group: Any) -> Agreement | None:
         """The :func:`agreement` of ``optimizer``."""
         if process_group is None and self._agreement is None and not _is_initialized():
             return None
-        param_groups = optimizer.param_groups
-        params = list(params_of(param_groups))
-        members = [[id(group), *map(id, group["params"])] for group in param_groups]
-        group_identity = group_key(param_groups, process_group), is_fsdp1(param_groups)
+        groups = optimizer.param_groups
+        if groups is not self._groups or not self._members.unchanged():
+            self._groups, self._params, self._key = groups, list(params_of(groups)), None
+            lists = [groups, *(group["params"] for group in groups)]
+            self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
-        key = members, placements(params), group_identity
+        key = group_key(groups, process_group), _is_initialized(), placements(self._params)
         if key != self._key:
             self._agreement = agreement(
-                param_groups,
+                groups,
                 process_group,
                 step_has_collectives=self._step_has_collectives,
                 optimizers=[optimizer],
             )
-            self._key, self._params = key, [*params, *param_groups]
+            self._key = key
         return self._agreement
 
 
@@ -320,9 +323,9 @@ def _note_strategies() -> None:
 
 def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a parameter is one that FSDP1 has flattened, and usually sharded."""
-    if not _is_initialized() or "torch.distributed.fsdp" not in sys.modules:
+    if "torch.distributed.fsdp" not in sys.modules:
         return False
-    return any(map(is_flattened_by_fsdp1, params_of(param_groups)))
+    return any(map(is_flattened_by_fsdp1, params_of(param_groups))) and _is_initialized()
 
 
 def may_be_replaced(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:

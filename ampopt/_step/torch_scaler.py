@@ -12,7 +12,7 @@ and deletes both attributes.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from ampopt_kernels.decision import Decision, Request
 __all__ = ["ScalerHandoff", "SupportsAmpScaling", "following_unscale", "take_handoff", "wrap_step"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScalerHandoff:
     """The two values that a scaler sets on an optimizer.
 
@@ -110,12 +110,13 @@ def take_handoff(
     device, scale = ours.decision_device, handoff.grad_scale
     if not agreement.is_sharded_throughout:
         if scale is None:  # the step checks nothing, and the flag may be of this rank alone
-            return replace(handoff, found_inf=agreement.flag(handoff.found_inf, device))
+            handoff.found_inf = agreement.flag(handoff.found_inf, device)
         return handoff
     # The scaler has all-reduced its flag. Under a scale below 1, an unscale can overflow.
     if scale is None or ours.causes or ours.watch is not None or not backend_for(device).host_sees:
         return handoff
-    return replace(handoff, is_final=1.0 <= scale.item() < float("inf"))
+    handoff.is_final = 1.0 <= scale.item() < float("inf")
+    return handoff
 
 
 def _refuse_second_unscale(optimizer: Any) -> None:

@@ -44,8 +44,8 @@ class Request:
         drop: whether an overflow skips the update.
         max_norm: the global norm to clip the unscaled gradients to; ``inf`` to compute the norm and
             clip nothing; ``None`` for no norm.
-        write: whether to store the unscaled gradients in place of the scaled ones: detect does, so
-            that ``update`` need not unscale, or ``update`` (:attr:`Backend.unscales_in_update`).
+        write: whether to store the unscaled gradients in place of the scaled ones. Detect does, so
+            that ``update`` need not unscale, or ``update``: see :meth:`Backend.unscales_in_update`.
         accumulate: whether detect adds the unscaled gradients to the sums that ``param`` of each
             row is. No update is applied then.
         apply: whether to advance scalar states and update parameters.

@@ -39,10 +39,15 @@ class Backend(ABC):
     name: ClassVar[str]
     host_sees: bool = False
     """Whether tensors are on the host, so that reading one does not synchronize."""
-    unscales_in_update: bool = False
-    """Whether update, and not detect, stores unscaled gradients: one pass over them less."""
     works: bool = True
     """Whether everything that :meth:`prepare` was called for could be compiled."""
+
+    def unscales_in_update(self, request: Request) -> bool:
+        """Whether update, and not detect, stores the unscaled gradients of ``request``.
+
+        All works of a step that stores them have backends of one kind.
+        """
+        return False
 
     def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
         """Run the part of :meth:`reduce` and :meth:`update` that may fail, before any change.
@@ -96,8 +101,9 @@ class Backend(ABC):
                 flag = read(flags.max())
         external = None if request.found_inf is None else read(request.found_inf)
         scale = None if request.scale is None else read(request.scale)
+        unscales = self.unscales_in_update(request)
         inverse: Any = 1.0  # if detect has stored the gradients unscaled
-        if scale is not None and not request.write:
+        if scale is not None and (unscales or not request.write):
             inverse = reciprocal(scale)
         growth = budget = None
         if request.counters is not None:
@@ -146,6 +152,7 @@ class Backend(ABC):
             reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
+            unscales=unscales,
             cause=make(cause, dtype=widest(device), device=device) if checks else None,
         )
 
@@ -196,11 +203,9 @@ def run(
             backend.prepare(work, decides=work is first)
         if not all(backend.works for backend in backends):  # then "auto" has another one
             backends = [backend_for(work.device) for work in works]
-    unscales = request.write and request.apply and all(b.unscales_in_update for b in backends)
-    if unscales:
-        request = replace(request, write=False)
     checks = request.check or request.max_norm is not None
-    reads = checks or request.write or request.measure or request.accumulate
+    writes = request.write and not backends[0].unscales_in_update(request)
+    reads = checks or writes or request.measure or request.accumulate
     first_request, partials = _on(first.device, request), None
     if reads:
         requests = [first_request] + [_on(work.device, request) for work in others]
@@ -220,12 +225,12 @@ def run(
                 first_request = replace(first_request, loss=reduced.loss)
     decision = backends[0].control(first, first_request, partials)
     if request.apply:
-        decisions = [replace(decision, unscales=True) if unscales else decision]
+        decisions = [decision]
         for work in others:
             device = work.device
             coefficients = to_device(decision.coefficients_on_device, device, widest(device))
             found_inf = decision.found_inf
-            decisions.append(Decision(found_inf, coefficients, unscales=unscales))
+            decisions.append(Decision(found_inf, coefficients, unscales=decision.unscales))
         steps = list(zip(backends, works, decisions, strict=True))
         if first.rule is not None and first.rule.averages is not None:
             lines = [backend.sum_lines(work, decided) for backend, work, decided in steps]

@@ -122,6 +122,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def may_overlap(tensors: list[Tensor]) -> bool:
     """Whether the address ranges of two of ``tensors``, strided, overlap."""
+    if len(tensors) < 2:
+        return False
     starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors))
     if not all(map(Tensor.is_contiguous, tensors)):
         sizes = [end - start for start, end in map(address_range, tensors)]

@@ -67,6 +67,7 @@ def test_without_triton(monkeypatch):
 def test_the_report_says_what_chose_the_backend(monkeypatch):
     assert line("backend:").startswith("auto, as neither AMPOPT_BACKEND nor ampopt.set_backend")
     monkeypatch.setenv("AMPOPT_BACKEND", "eager")
+    backends._of_environment.cache_clear()
     assert line("backend:") == "eager, by AMPOPT_BACKEND"
     ampopt.set_backend("auto")
     assert line("backend:") == "auto, by ampopt.set_backend"

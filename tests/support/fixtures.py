@@ -80,6 +80,7 @@ def backend_of_the_test(request):
     """
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("ampopt.backend._chosen", backends._chosen)
+        backends._of_environment.cache_clear()  # a test may change the environment
         if "backend" in request.fixturenames:
             name = request.getfixturevalue("backend")
             ampopt.set_backend(name.split()[0])
@@ -88,6 +89,7 @@ def backend_of_the_test(request):
             if "GPU" in name:
                 stack.enter_context(torch.device(DEVICE))
         yield
+    backends._of_environment.cache_clear()
 
 
 @pytest.fixture

@@ -40,7 +40,6 @@ class Compiled(Backend):
 
     name = "compiled"
     host_sees = True
-    unscales_in_update = True
 
     def __init__(self, *, falls_back: bool = False) -> None:
         """Compile what every step needs.
@@ -52,6 +51,10 @@ class Compiled(Backend):
         objects.loops.want()
         self._falls_back = falls_back
         self._try(GradientRows(torch.float32, torch.float32).compile)
+
+    def unscales_in_update(self, request: Request) -> bool:
+        """See :meth:`Backend.unscales_in_update`. This reads and writes gradients once less."""
+        return request.write and request.apply
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
@@ -102,7 +105,7 @@ class Compiled(Backend):
             own = measures if measures is None or len(places) == n else measures[places]
             overflows = [bool(flags[place]) for place in places]
             reports = (GradientReport(overflows, places, work.owners, own),)
-        if request.write:
+        if request.write and not self.unscales_in_update(request):
             _multiply(work.present_grads, inverse)
         return Partials(list(map(bool, flags)), squares, reports)
 
