@@ -69,11 +69,6 @@ class RowColumnMeans:
         return RowColumnMeans(over, tuple(states), tuple(factors), shape, shard)
 
     @property
-    def numel(self) -> int:
-        """Number of elements of this rank's shard."""
-        return math.prod(self.shape)
-
-    @property
     def is_even(self) -> bool:
         """Whether ``EVEN`` divides the length of a row."""
         return self.shape[-1] % EVEN == 0

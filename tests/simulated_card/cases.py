@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.averaging_rules import Damped
 from support.langevin import Langevin
 from support.optimizers import EVERY_RULE
 from torch import Tensor
@@ -49,7 +50,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         ampopt.set_backend(backend)
         values = [torch.randn(n, generator=generator) for n in SIZES]
-        values.append(torch.randn(33, 70, generator=generator))
+        values.append(torch.randn(131, 70, generator=generator))
         whole = torch.randn(257, generator=generator)[1:]  # whose address is odd
         params = [torch.nn.Parameter(v.to(self.dtype)) for v in (*values, whole)]
         optimizer = self.optimizer(params, **dict(self.options))
@@ -102,6 +103,7 @@ CASES = (
         (*_MASTERS, *_options(state_bits=8, master_bits=24)),
     ),
     Case(ampopt.Lion, "plain", BF16, _options(param_rounding="stochastic", state_bits=16)),
+    Case(Damped, "clipped", F32, _options(state_bits=8)),
     Case(Langevin, "plain"),
 )
 """Each kind of kernel and of storage, with one rule."""

@@ -17,7 +17,7 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.detect import detect_kernel, detect_launches
 from ampopt_kernels.triton.launch import Launcher, launch
-from ampopt_kernels.triton.lines import Lines, line_kernel, line_launches, lines_of
+from ampopt_kernels.triton.lines import line_kernel, line_launches, lines_of
 from ampopt_kernels.triton.reduce import (
     count_terms,
     reduce_kernel,
@@ -58,9 +58,8 @@ class Triton(Backend):
         decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
         launch = functools.partial(self._launch, work.device)
         h = _h_table(work, to_reduce=True)
-        if _averages(work):
-            for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
-                launch(line_kernel, 0, arguments)
+        for _, arguments in line_launches(work, numbers, h, numbers):
+            launch(line_kernel, 0, arguments)
         if _reduces(work):
             if not decides:
                 launch(control_kernel, 0, control_arguments(work, decision))
@@ -151,10 +150,10 @@ class Triton(Backend):
 
     def sum_lines(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
-        lines, h = _lines(work), self._h_to_reduce(work, decision)
+        lines, h = lines_of(work), self._h_to_reduce(work, decision)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
         coefficients = decision.coefficients_on_device
-        for programs, arguments in line_launches(work, lines, coefficients, h, sums):
+        for programs, arguments in line_launches(work, coefficients, h, sums):
             self._launch(work.device, line_kernel, programs, arguments)
         return LineSums(lines.by_stack(work, sums), h)
 
@@ -197,22 +196,9 @@ class Triton(Backend):
         hyper_table(work)
 
 
-def _lines(work: Work) -> Lines:
-    """The lines of ``work``, made once for each table."""
-    table = Table.of(work)
-    if table.lines is None:
-        table.lines = lines_of(work.rows, table)
-    return table.lines
-
-
 def _reduces(work: Work) -> bool:
     """Whether the rule of ``work`` sums terms before its ``scalars``."""
     return work.rule is not None and work.rule.reduces
-
-
-def _averages(work: Work) -> bool:
-    """Whether the rule of ``work`` averages rows and columns."""
-    return work.rule is not None and work.rule.averages is not None
 
 
 def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:

@@ -99,8 +99,16 @@ class Lines:
         return stacks
 
 
-def lines_of(rows: Sequence[ParamRow], table: Table) -> Lines:
-    """Divide the matrices of ``rows``, those of a work, into stacks and tiles."""
+def lines_of(work: Work) -> Lines:
+    """The lines of ``work``, made once for each table."""
+    table = Table.of(work)
+    if table.lines is None:
+        table.lines = _divided(work.rows, table)
+    return table.lines
+
+
+def _divided(rows: Sequence[ParamRow], table: Table) -> Lines:
+    """Divide the matrices of ``rows``, those of ``table``, into stacks and tiles."""
     of_kind: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
         own = row.row_column_means
@@ -136,11 +144,13 @@ def lines_of(rows: Sequence[ParamRow], table: Table) -> Lines:
 
 
 def line_launches(
-    work: Work, lines: Lines, coefficients: Tensor, h: Tensor, sums: Tensor
+    work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of programs and the arguments of each launch of ``line_kernel``."""
-    rule, table = work.rule, Table.of(work)
+    rule, table, lines = work.rule, Table.of(work), lines_of(work)
     assert rule is not None
+    if not lines.launches:
+        return
     tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
     for launch, (row, first, end) in lines.launches.items():
         assert row.row_column_means is not None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.averaging_rules import Damped
 from support.local_ranks import mesh_of
 from support.optimizers import EVERY_RULE, Plain, Signed
 from support.requirements import skip_unless_it_runs
@@ -78,7 +79,8 @@ def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def named(name: str) -> Any:
-    return {"Signed": Signed, "Plain": Plain}.get(name) or getattr(ampopt, name)
+    own = {"Signed": Signed, "Plain": Plain, "Damped": Damped}
+    return own.get(name) or getattr(ampopt, name)
 
 
 def trained(
@@ -220,7 +222,8 @@ def test_rows_and_columns_are_averaged_over_all_ranks(four_ranks, layout):
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_kernels_average_rows_and_columns_over_all_ranks(four_ranks, backend):
-    check(four_ranks, "strided", backend, "Adafactor", torch.float32, {}, STORY)
+    for name in ("Adafactor", "Damped"):
+        check(four_ranks, "strided", backend, name, torch.float32, {}, STORY)
 
 
 def counted(layout: str) -> list[int]:
@@ -331,7 +334,7 @@ def collectives_of(name: str) -> list[Any]:
     return [counts, far]
 
 
-@pytest.mark.parametrize("name, few", [("Adafactor", 3), ("Muon", 4)])
+@pytest.mark.parametrize("name, few", [("Adafactor", 3), ("Damped", 2), ("Muon", 4)])
 def test_all_matrices_take_a_few_collectives(four_ranks, name, few):
     for counts, far in four_ranks.run(collectives_of, name, timeout=60):
         assert counts == [few, 0, few]
@@ -442,7 +445,7 @@ def with_gradients_of(which: int, name: str, plain: bool) -> str:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("name", ["Adafactor", "Damped", "Muon"])
 def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ranks, name, plain):
     texts = two_ranks.run(with_gradients_of, 1, name, plain, timeout=10)
     assert all("some ranks have gradients that others lack" in text for text in texts)
