@@ -315,7 +315,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             cls([torch.zeros(1, device="cpu")], **{n: group[n] for n in names if n in group})
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{cls.__name__} cannot have param group {index} of the state to be loaded: "
+                f"{cls.__name__} refuses param group {index} of the state to be loaded: "
                 f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
 
