@@ -140,14 +140,14 @@ def decide(
     statistics = ()
     if len(checks) > 0:
         for i in tl.static_range(len(checks)):
-            unusual = _is_unusual(_checked(checks[i][0], norm, loss), checks[i][0], checks[i][1])
-            cause = tl.where(unusual & (cause == 0.0) & (overflow <= 0), checks[i][0][0], cause)
+            settings, known = checks[i]
+            unusual = _is_unusual(_checked(settings, norm, loss), settings, known)
+            cause = tl.where(unusual & (cause == 0.0) & (overflow <= 0), settings[0], cause)
         found_inf = tl.where(cause > 0, 1.0, overflow)
         for i in tl.static_range(len(checks)):
-            value = _checked(checks[i][0], norm, loss)
-            statistics = statistics + (
-                _with_value(value, checks[i][0], checks[i][1], overflow, found_inf),
-            )
+            settings, known = checks[i]
+            value = _checked(settings, norm, loss)
+            statistics += (_with_value(value, settings, known, overflow, found_inf),)
 
     next_values = ()
     if schedule is not None:
