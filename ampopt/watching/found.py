@@ -11,7 +11,7 @@ from ampopt_kernels.devices import copied_together
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.watch_statistics import Chunks, RecordedStep, WatchStatistics, note
 
-__all__ = ["Found", "Gradients", "Statistics"]
+__all__ = ["Found", "Gradients", "StartingNorms", "Statistics"]
 
 
 class Gradients(NamedTuple):
@@ -41,6 +41,32 @@ class Statistics:
             for device, known in self.by_device.items()
         }
         return Statistics(by_device, {r: counts.clone() for r, counts in self.by_rank.items()})
+
+
+class StartingNorms:
+    """The norms of parameters when their watch began, on their way as those of :class:`Found`."""
+
+    def __init__(self, device: torch.device, first: int, norms: Tensor) -> None:
+        """Start to copy. Does not synchronize.
+
+        Args:
+            device: the device of the parameters.
+            first: the index of the first one in the statistics of ``device``.
+            norms: the norm of each.
+        """
+        self._device, self._places = device, slice(first, first + len(norms))
+        (self._norms,), self._events = copied_together([norms])
+
+    def done(self) -> bool:
+        """Whether they have arrived. Does not synchronize."""
+        return all(event.query() for event in self._events)
+
+    def add_to(self, statistics: Statistics) -> None:
+        """Record them. Waits until they have arrived."""
+        for event in self._events:
+            event.synchronize()
+        assert self._norms is not None
+        statistics.by_device[self._device].parameters[self._places, 4] = self._norms
 
 
 class Found:

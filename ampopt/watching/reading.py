@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampopt.watching.found import Found, Statistics
+from ampopt.watching.found import Found, StartingNorms, Statistics
 from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
 
 __all__ = ["Reading", "RankStatistics", "as_dict", "merge"]
@@ -45,7 +45,7 @@ class Reading:
         n_forgotten: int,
         names: Sequence[tuple[torch.device, list[str]]],
         statistics: Statistics,
-        found: Sequence[Found],
+        found: Sequence[Found | StartingNorms],
         *,
         alone: bool,
     ) -> None:
@@ -58,7 +58,7 @@ class Reading:
             names: the names of the parameters of each device; the device with the totals and the
                 ring first.
             statistics: the statistics, which do not change any more.
-            found: what the last steps found, which is not in ``statistics``.
+            found: what is not in ``statistics`` yet.
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
         self._steps, self._n_forgotten, self._names = steps, n_forgotten, names

@@ -18,7 +18,7 @@ from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.found import Found, Gradients, Statistics
+from ampopt.watching.found import Found, Gradients, StartingNorms, Statistics
 from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
@@ -105,7 +105,8 @@ class Watch:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._statistics = Statistics({self._device: zeros(0, last, _memory(self._device))}, {})
-        self._found: deque[Found] = deque()  # steps that are not in the statistics yet
+        # What is not in the statistics yet.
+        self._found: deque[Found | StartingNorms] = deque()
         self._names: dict[torch.device, list[str]] = {self._device: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._chunks: dict[torch.device, tuple[GradientReport, Chunks]] = {}
@@ -448,7 +449,8 @@ class Watch:
                 new = zeros(len(names), self._last, _memory(device))
                 self._statistics.by_device[device] = new
                 new.parameters[:, 0] = UNSEEN
-                new.parameters[:, 4] = to_device(self._norms(device), _memory(device))
+                first = 0 if old is None else old.places
+                self._found.append(StartingNorms(device, first, self._norms(device)[first:]))
                 if old is not None:
                     new.parameters[: old.places] = old.parameters
                     new.totals.copy_(old.totals)

@@ -105,10 +105,20 @@ def test_a_loaded_state_does_not_hear_of_the_steps_before(backend, events):
     assert watch.read()["parameters"]["a"]["overflows"] == 0
 
 
+def test_the_norms_at_the_start_are_not_waited_for(backend, events):
+    optimizer, params, watch = made()
+    params[0].data.fill_(3.0)
+    optimizer.add_param_group({"params": [("c", Parameter(torch.full((4,), 2.0)))]})
+    assert not watch.read_later().done()
+    rows = watch.state_dict()["parameters"]
+    assert [rows[name][4] for name in ("a", "c")] == [2.0, 4.0]
+
+
 def test_recording_is_a_few_copies_and_no_launch(backend, events, monkeypatch):
     if backend != "triton":
         return  # whose launches are torch operations
     optimizer, params, watch = made()
+    events.n_copied.clear()
     with silent_launches(monkeypatch) as launches:
         step(optimizer, params, 1.0)
         with_watch = counted(lambda: step(optimizer, params, 1.0))
