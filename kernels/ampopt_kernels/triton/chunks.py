@@ -9,6 +9,7 @@ from ampopt_kernels.triton.codecs import decoded
 
 __all__ = [
     "chunk_of",
+    "end_of",
     "inverse_of",
     "load_if_live",
     "not_finite",
@@ -31,16 +32,23 @@ def chunk_of(table, blocks, program, chunk, COLUMNS: tl.constexpr):
         COLUMNS: the width of ``table``.
 
     Returns:
-        The index of the row; the pointer to it; the chunk's first element; and the number of its
-        elements, 0 for a row without a gradient. That number and offsets within the chunk are
-        int32, which saves registers.
+        The index of the row; the pointer to it; the chunk's first element; and the number of
+        elements of the row.
     """
     index = tl.load(blocks + 2 * program).to(tl.int64)
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
     row = table + index * COLUMNS
-    numel = tl.load(row + COLUMNS - 1)
-    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, chunk), 0).to(tl.int32)
-    return index, row, start, end
+    return index, row, start, tl.load(row + COLUMNS - 1)
+
+
+@jit
+def end_of(row, start, numel, chunk):
+    """The number of elements of the chunk from ``start``: 0 for a row without a gradient.
+
+    It and offsets within the chunk are int32, which saves registers. Call this just before the
+    loop: computed in :func:`chunk_of`, it costs up to 36 registers on gfx942.
+    """
+    return tl.where(tl.load(row) != 0, tl.minimum(numel - start, chunk), 0).to(tl.int32)
 
 
 @jit
@@ -51,13 +59,15 @@ def streams_of(row, start, DTYPES: tl.constexpr, ALIGNS: tl.constexpr):
 
     Args:
         row: pointer to the row.
-        start: the element.
+        start: the element; ``None`` for the first.
         DTYPES: the dtype of each tensor.
         ALIGNS: for each, a power of two in bytes that divides its address.
     """
     streams = ()
     for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
+        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
+        if start is not None:  # what is stated of a pointer is lost if 0 is added to it
+            stream += start
         # `tl.constexpr(...)` must be written inside the call: assigned to a name first, it would
         # become a run-time value.
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore

@@ -16,6 +16,7 @@ from ampopt_kernels.decision import Request
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.triton.chunks import (
     chunk_of,
+    end_of,
     inverse_of,
     load_if_live,
     not_finite,
@@ -130,13 +131,14 @@ def detect_kernel(
         AHEAD: loads that are issued before the first is used.
     """
     program = first + tl.program_id(0)
-    _, row, start, end = chunk_of(table, blocks, program, chunk, COLUMNS)
+    _, row, start, numel = chunk_of(table, blocks, program, chunk, COLUMNS)
     streams = streams_of(row, start, DTYPES, ALIGNS)
     grad, sums = streams[0], streams[len(DTYPES) - 1]
     rejected = False
     if HAS_REJECT:
         rejected = tl.load(reject) > 0
     inverse = inverse_of(scale, HAS_SCALE, COMPUTE)
+    end = end_of(row, start, numel, chunk)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)

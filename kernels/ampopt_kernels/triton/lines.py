@@ -271,7 +271,7 @@ def line_kernel(
         lines = tl.multiple_of(numel // m, EVEN)
         start = line + line // n * (m - 1) * n
         start = tl.max_contiguous(tl.multiple_of(start, EVEN), EVEN)
-    streams = streams_of(row, 0, DTYPES, ALIGNS)
+    streams = streams_of(row, None, DTYPES, ALIGNS)
     scales = scales_at(row + SCALES, 0, CODECS)
     # Without a gradient, nothing is read, and the sums are 0.
     end = tl.where(tl.load(row) != 0, tl.minimum(begin + SPAN, length), begin)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.triton.chunks import chunk_of, numbers_of, streams_of, values_of
+from ampopt_kernels.triton.chunks import chunk_of, end_of, numbers_of, streams_of, values_of
 from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
 from ampopt_kernels.triton.launch import PARTS, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
@@ -135,9 +135,10 @@ def reduce_kernel(
     if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
-    index, row, start, end = chunk_of(table, blocks, program, CHUNK, COLUMNS)
+    index, row, start, numel = chunk_of(table, blocks, program, CHUNK, COLUMNS)
     inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
     streams = streams_of(row, start, DTYPES, ALIGNS)
+    end = end_of(row, start, numel, CHUNK)
     whole = end // BLOCK * BLOCK
     factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE, EVEN)
     scales = scales_at(row + SCALES, start, CODECS)

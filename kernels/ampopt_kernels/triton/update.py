@@ -17,6 +17,7 @@ from ampopt_kernels.low_bits import split
 from ampopt_kernels.stochastic import rounded_stochastically
 from ampopt_kernels.triton.chunks import (
     chunk_of,
+    end_of,
     numbers_of,
     store_if_live,
     streams_of,
@@ -152,7 +153,7 @@ def update_kernel(
     if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
-    index, row, start, end = chunk_of(table, blocks, program, CHUNK, COLUMNS)
+    index, row, start, numel = chunk_of(table, blocks, program, CHUNK, COLUMNS)
     inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
     streams = streams_of(row, start, DTYPES, ALIGNS)
 
@@ -164,6 +165,7 @@ def update_kernel(
     if KEYED:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
+    end = end_of(row, start, numel, CHUNK)
     whole = end // BLOCK * BLOCK
     for offset in range(0, whole, BLOCK):
         _update_block(
