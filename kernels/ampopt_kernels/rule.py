@@ -217,8 +217,9 @@ class Rule:
     def _check_averages(self) -> None:
         """Raise if the fields about averages, and the states of rows and columns, do not fit."""
         shaped, over = [part.name for part in self.state if part.shape], self.averages_over
-        needs = {"averages": shaped or over or self.factors, "factors": shaped}
-        missing = [role for role, needed in needs.items() if needed and not getattr(self, role)]
+        needed = shaped or over or self.averages_when or self.factors
+        needs = {"averages": needed, "factors": shaped}
+        missing = [role for role, why in needs.items() if why and not getattr(self, role)]
         if missing:
             raise TypeError(
                 f"Rule lacks {', '.join(missing)}: states of rows and columns, here {shaped}, need "

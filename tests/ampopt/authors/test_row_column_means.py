@@ -341,6 +341,10 @@ def test_few_bits_train_as_32_do(bits):
         ({"averages": None}, "lacks averages"),
         ({"factors": None}, "lacks factors"),
         ({"state": (State("average"),)}, r"averages_over must be a tuple .*got \(\)"),
+        (
+            {"averages": None, "state": (), "factors": None, "averages_when": "mixed"},
+            "lacks averages",
+        ),
         ({"averages_over": "rows"}, "such as .*, got 'rows'"),
         ({"averages_over": ("row",)}, r"'rows' or 'columns', .*got \('row',\)"),
         ({"averages_when": "not vector"}, "averages_over must be a tuple"),
