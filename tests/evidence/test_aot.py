@@ -181,6 +181,13 @@ def test_detect_with_sums_moves_each_byte_once_sixteen_at_a_time(compiled, varia
     assert_streams(of(compiled, "detect", variant, dtype), size + sums)
 
 
+def test_sums_of_lines_read_sixteen_bytes_at_a_time_on_nvidia(compiled):
+    lines = [line for line in compiled[0] if line["kernel"] == "line" and "sm_" in line["target"]]
+    plain = [line for line in lines if line["dtype"] == "float32" and "bits" not in line["variant"]]
+    assert plain
+    assert [line[0] for line in plain if line["vectorized"] != "yes"] == []
+
+
 def assert_streams(line, bytes_moved):
     assert line["vectorized"] == "yes", line[0]
     assert line["barriers"] == "0", line[0]
