@@ -13,7 +13,11 @@ from ampopt._step.gradients import params_of
 from ampopt._step.rank_settings import RankSettings
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
-from ampopt._step.torch_private import is_flattened_by_fsdp1, replicas_of_fsdp1
+from ampopt._step.torch_private import (
+    any_flattened_by_fsdp1,
+    is_flattened_by_fsdp1,
+    replicas_of_fsdp1,
+)
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import DEFAULTS
 from ampopt_kernels.native.objects import IdentityGuard
@@ -163,7 +167,7 @@ class AgreementCache:
             lists = [groups, *(group["params"] for group in groups)]
             self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
-        key = group_key(groups, process_group), _is_initialized(), placements(self._params)
+        key = group_key(groups, process_group), placements(self._params)
         if key != self._key:
             self._agreement = agreement(
                 groups,
@@ -325,7 +329,7 @@ def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a parameter is one that FSDP1 has flattened, and usually sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    return any(map(is_flattened_by_fsdp1, params_of(param_groups))) and _is_initialized()
+    return any_flattened_by_fsdp1(params_of(param_groups)) and _is_initialized()
 
 
 def may_be_replaced(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:

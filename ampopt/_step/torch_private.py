@@ -27,7 +27,8 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ __all__ = [
     "NormBase",
     "TorchDispatchMode",
     "adjusted_lr",
+    "any_flattened_by_fsdp1",
     "check_for_fused",
     "constant_to_dynamo",
     "flatten",
@@ -290,6 +292,11 @@ def is_flattened_by_fsdp1(param: Any) -> bool:
     Gone: ranks decide apart; name a group.
     """
     return getattr(param, "_fsdp_flattened", False)
+
+
+def any_flattened_by_fsdp1(params: Iterable[Any]) -> bool:
+    """Whether :func:`is_flattened_by_fsdp1` of any of hundreds, in no Python for each."""
+    return any(map(getattr, params, repeat("_fsdp_flattened"), repeat(False)))
 
 
 def replicas_of_fsdp1(module: Any) -> Any:
