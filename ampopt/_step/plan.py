@@ -90,7 +90,7 @@ class Plan:
         try:
             self._agreement = optimizer._ampopt.agreement()
         except ranks.NoCommonGroupError as error:
-            if needs_agreement or rule.reduces or rule.averages is not None:
+            if needs_agreement or rule.sums_up:
                 raise
             self._no_common_group = error
         self._rank_sums: RankSums | None = None
@@ -197,7 +197,7 @@ class Plan:
         if not self._works_now:
             return self._decided_elsewhere(request) or request.earlier_decision
         extended_request = request
-        if self._agreement is not None and (request.needs_agreement or self._rule.reduces):
+        if self._agreement is not None and (request.needs_agreement or self._rule.sums_up):
             extended_request = replace(
                 extended_request,
                 agree=flag_all_reduce(self._agreement, request, len(self._params_now)),

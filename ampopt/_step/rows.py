@@ -262,7 +262,7 @@ def _refuse_flattened(
         RuntimeError: the rule sums over whole parameters, or an element's bits depend on its place.
     """
     param = one.tensor
-    if rule.reduces or rule.averages is not None:
+    if rule.sums_up:
         what = "sums over whole parameters"
     elif rule.draws or any(codecs) or rounds_stochastically(group, param):
         what = "uses the place of each element in its parameter, for random numbers or blocks"

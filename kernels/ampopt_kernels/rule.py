@@ -241,6 +241,11 @@ class Rule:
         return self.reduce is not None
 
     @functools.cached_property
+    def sums_up(self) -> bool:
+        """Whether a step sums over parameters, or their rows or columns, of all ranks."""
+        return self.reduces or self.averages is not None
+
+    @functools.cached_property
     def draws(self) -> bool:
         """Whether ``update`` takes a sixth argument ``at``, for ``rand`` and ``randn``."""
         return _arguments(self.update) > 5
