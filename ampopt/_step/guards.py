@@ -5,10 +5,11 @@ finds a change, it says in words what has changed.
 """
 
 import operator
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, compress, count, cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import dense_like
 
-__all__ = ["GroupGuard", "TensorGuard"]
+__all__ = ["GradientsNow", "GroupGuard", "TensorGuard"]
 
 _OPTIONS = (*GROUP_OPTIONS, REPLICATED, "fused")
 """Entries of param groups, besides those of the rule, on which a plan depends."""
@@ -126,6 +127,20 @@ def _first_that_differs(names: Sequence[str], values: Any, old_values: Any) -> s
     return next((name for value, old, name in pairs if value != old), None)
 
 
+class GradientsNow(NamedTuple):
+    """The gradients of a step.
+
+    Attributes:
+        grads: the gradient of each row, or ``None`` without one; or a function that returns them.
+        addresses: the address of each; see :func:`ampopt_kernels.native.objects.addresses`.
+        present: for each row, whether it has a gradient.
+    """
+
+    grads: list[Any] | Callable[[], list[Any]]
+    addresses: array
+    present: bytearray
+
+
 class TensorGuard:
     """The tensors of a plan, as they were when it was made.
 
@@ -169,6 +184,8 @@ class TensorGuard:
         states = (map(state.__getitem__, keys) for _, state, keys in own)
         self._tensors = [*self._stepped_params, *chain.from_iterable(states)]
         self._dtensors = any(map(dtensor.is_dtensor, self._stepped_params))
+        # Another class may have another attribute ``grad``.
+        self._plain = {Tensor, torch.nn.Parameter}.issuperset(map(type, self._stepped_params))
         self._layouts = LayoutGuard(self._local(self._tensors))
         self._addresses = addresses(self._local(self._tensors))
         self._grad_layouts = LayoutGuard(rows.layouts)
@@ -179,12 +196,8 @@ class TensorGuard:
         """The tensors that kernels work on: of ``DTensor``s their local shards."""
         return dtensor.local_of_each(tensors) if self._dtensors else tensors
 
-    def gradients(self, optimizer: Any) -> tuple[list[Tensor | None], bytearray] | None:
-        """The gradients of this step, as kernels read them; ``None`` if anything else changed.
-
-        Returns:
-            For each row its gradient, or ``None`` without one; and whether it has one.
-        """
+    def gradients(self, optimizer: Any) -> GradientsNow | None:
+        """The gradients of this step, as kernels read them; ``None`` if anything else changed."""
         for param in self._unplanned_params:
             if param.grad is not None:
                 return None
@@ -192,21 +205,23 @@ class TensorGuard:
             optimizer.state is self._state
             and optimizer.process_group is self._process_group
             and self._identities.unchanged()
-            and not self._is_moved()
         ):
             return None
+        found, fits = self._layouts.read(self._local(self._tensors))
+        if 2 in fits or found != self._addresses:
+            return None
+        if self._plain and not self._masters.grads_at_unscale:
+            self.has_copied = False
+            found, fits = self._grad_layouts.read(self._stepped_params, of_gradients=True)
+            if 2 not in fits:
+                return GradientsNow(self._grads_now, found, fits)
         grads = self._grads_now()
-        present = self._grad_layouts.present(grads)
-        if present is None:
-            if self._convert(optimizer, grads):
-                return None
-            present = bytearray(grad is not None for grad in grads)
-        return grads, present
-
-    def _is_moved(self) -> bool:
-        """Whether a tensor of the plan has another address or layout."""
-        tensors = self._local(self._tensors)
-        return self._layouts.present(tensors) is None or addresses(tensors) != self._addresses
+        found, fits = self._grad_layouts.read(grads)
+        if 2 not in fits:
+            return GradientsNow(grads, found, fits)
+        if self._convert(optimizer, grads):
+            return None
+        return GradientsNow(grads, addresses(grads), bytearray(g is not None for g in grads))
 
     def _grads_now(self) -> list[Any]:
         """The present gradient of each row, or ``None``; of a ``DTensor`` the local shard."""
@@ -247,7 +262,8 @@ class TensorGuard:
             are sparse.
         """
         groups, others = optimizer.param_groups, set()
-        for index in self._grad_layouts.changed(grads):
+        _, fits = self._grad_layouts.read(grads)
+        for index in compress(count(), (fit == 2 for fit in fits)):
             one, row = self._owners[index], self._rows[index]
             check_gradient(one.tensor, one.owner.name)
             values = None
@@ -300,15 +316,16 @@ class TensorGuard:
             return f"a state of {self._owner_of(container)} was replaced"
         if container is not None:
             return "parameters of a group were replaced or removed, or are in another order"
-        tensors = self._local(self._tensors)
-        has_moved = map(operator.ne, addresses(tensors), self._addresses)
-        changes = ((next(compress(count(), has_moved), None), "was moved to other memory"),)
-        changed = self._layouts.changed(tensors)
-        changes += ((next(iter(changed), None), "has another shape, dtype or layout"),)
-        for place, change in changes:
-            if place is not None:
+        found, fits = self._layouts.read(self._local(self._tensors))
+        for place, fit in enumerate(fits):
+            if fit == 2 or found[place] != self._addresses[place]:
                 what = "" if place < len(self._owners) else "a state of "
-                return f"{what}{self._owner_at(place)} {change}"
+                how = (
+                    "has another shape, dtype or layout"
+                    if fit == 2
+                    else "was moved to other memory"
+                )
+                return f"{what}{self._owner_at(place)} {how}"
         return "a gradient has another dtype"
 
     def _owner_of(self, state: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.checks import PlannedParam
 from ampopt._step.gradients import params_of
-from ampopt._step.guards import GroupGuard, TensorGuard
+from ampopt._step.guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
@@ -30,7 +30,7 @@ from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rows import RuleRows
 from ampopt._step.rule_state import StateCompleter
 from ampopt_kernels.decision import Coefficients, Decision, Request
-from ampopt_kernels.native.objects import bump_versions
+from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import may_overlap
 from ampopt_kernels.uploads import Uploads
@@ -114,9 +114,9 @@ class Plan:
         self._writes_gradients = rule_rows.writes_gradients
         self.reusable = not self._is_for_one_step
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
-        self._set_gradients(
-            rule_rows.grads, bytearray(grad is not None for grad in rule_rows.grads)
-        )
+        grads = rule_rows.grads
+        present = bytearray(grad is not None for grad in grads)
+        self._set_gradients(GradientsNow(grads, addresses(grads), present))
 
     # --- whether a plan still fits ----------------------------------------------------------------
 
@@ -134,10 +134,10 @@ class Plan:
             return False
         if not self._group_guard.revalidate(optimizer.param_groups):
             return False
-        grads_and_presence = self._tensor_guard.gradients(optimizer)
-        if grads_and_presence is None:
+        now = self._tensor_guard.gradients(optimizer)
+        if now is None:
             return False
-        self._set_gradients(*grads_and_presence)
+        self._set_gradients(now)
         return True
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
@@ -162,29 +162,26 @@ class Plan:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _set_gradients(self, grads: list[Any], present: bytearray) -> None:
-        """Set the gradients of this step.
-
-        Args:
-            grads: the gradient of each row, or ``None``.
-            present: for each row, whether it has a gradient.
-        """
+    def _set_gradients(self, now: GradientsNow) -> None:
+        """Set the gradients of this step."""
         self._works_now, self._params_now, self.present = self.works, self._params, None
-        if 0 in present:
-            self._params_now, self.present = list(compress(self._params, present)), present
+        if 0 in now.present:
+            self._params_now, self.present = list(compress(self._params, now.present)), now.present
         hyper = self._group_guard.hyper
-        for work, places in zip(self.works, self._places, strict=True):
-            if len(places) == len(grads):
-                work.refresh(grads, hyper, self.present)
-                continue
-            of_work = bytearray(present[i] for i in places)
-            work.refresh([grads[i] for i in places], hyper, of_work if 0 in of_work else None)
+        if len(self.works) == 1:
+            self.works[0].refresh(now.grads, hyper, self.present, now.addresses)
+        else:
+            grads = now.grads() if callable(now.grads) else now.grads
+            for work, places in zip(self.works, self._places, strict=True):
+                present = bytearray(now.present[i] for i in places)
+                of_work = present if 0 in present else None
+                work.refresh([grads[i] for i in places], hyper, of_work)
         if self.present is not None:  # as works_of orders the works of these rows
             first = {
-                next((i for i in places if present[i]), len(grads)): work
+                next((i for i in places if now.present[i]), len(now.present)): work
                 for work, places in zip(self.works, self._places, strict=True)
             }
-            self._works_now = [first[i] for i in sorted(first) if i < len(grads)]
+            self._works_now = [first[i] for i in sorted(first) if i < len(now.present)]
 
     def run(self, request: Request) -> Decision | None:
         """Run or skip a step of all parameters that have gradients.
@@ -252,4 +249,4 @@ class Plan:
                 original.copy_(copy)
             bump_versions(self._params_now)
         for work in self.works:
-            work.grads = []  # so that zero_grad can free their memory before the next pass
+            work.release()  # so that zero_grad can free their memory before the next pass

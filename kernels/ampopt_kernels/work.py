@@ -1,7 +1,8 @@
 """The tensors of one step: a :class:`ParamRow` for each parameter, a :class:`Work` for a device."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -13,6 +14,7 @@ from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.low_bits import master_of
+from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import Places
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
@@ -138,15 +140,12 @@ class ParamRow:
         return arithmetic(*dtypes)
 
 
-@dataclass
 class Work:
     """The rows of one device, and the gradients and hyperparameters of one step.
 
     Attributes:
         device: where all tensors of the rows are.
         rows: one for each parameter, in any order. A row may have no elements.
-        grads: the gradient of each row, with the strides of its ``param``, or ``None`` for a row
-            that :attr:`present` omits; empty between steps.
         present: for each row 1 if its parameter has a gradient in this step, else 0;
             ``None`` if every one has. A step does not change the tensors of the other rows.
         rule: the update rule; ``None`` if gradients are only read or accumulated.
@@ -158,15 +157,62 @@ class Work:
             when addresses of gradients are out of date.
     """
 
-    device: torch.device
-    rows: list[ParamRow]
-    grads: list[Any] = field(default_factory=list)
-    rule: Rule | None = None
-    hyper: Sequence[Sequence[float | Tensor]] = ()
-    uploads: Uploads = field(default_factory=Uploads)
-    backend_rows: Any = None
-    grads_version: int = field(default=0, init=False)
-    present: bytearray | None = field(default=None, init=False)
+    def __init__(
+        self,
+        device: torch.device,
+        rows: list[ParamRow],
+        grads: list[Any],
+        rule: Rule | None = None,
+        hyper: Sequence[Sequence[float | Tensor]] = (),
+        uploads: Uploads | None = None,
+    ) -> None:
+        """Store the rows, and what they are stepped with; see the attributes."""
+        self.device, self.rows, self.rule = device, rows, rule
+        self.uploads = Uploads() if uploads is None else uploads
+        self.backend_rows: Any = None
+        self.grads_version = 0
+        self.refresh(grads, hyper)
+
+    def refresh(
+        self,
+        grads: list[Any] | Callable[[], list[Any]],
+        hyper: Sequence[Sequence[float | Tensor]],
+        present: bytearray | None = None,
+        addresses: array | None = None,
+    ) -> None:
+        """Replace gradients and hyperparameters.
+
+        Args:
+            grads: as :attr:`grads`, with the strides and dtypes of those that they replace; or a
+                function that returns them, called if a backend needs more than their addresses.
+            hyper: as :attr:`hyper`.
+            present: as :attr:`present`.
+            addresses: as :attr:`addresses`, if they are known.
+        """
+        self._grads, self._addresses = grads, addresses
+        self.hyper, self.present = hyper, present
+        self.grads_version += 1
+
+    def release(self) -> None:
+        """Drop the references to the gradients, so that their memory can be freed."""
+        self._grads = []
+
+    @property
+    def grads(self) -> list[Any]:
+        """The gradient of each row, with the strides of its ``param``.
+
+        ``None`` for a row that :attr:`present` omits; empty between steps.
+        """
+        if callable(self._grads):
+            self._grads = self._grads()
+        return self._grads
+
+    @property
+    def addresses(self) -> array:
+        """The addresses of :attr:`grads`: int64; see :func:`native.objects.addresses`."""
+        if self._addresses is None:
+            self._addresses = addresses(self.grads)
+        return self._addresses
 
     def present_rows(self) -> Iterator[tuple[int, ParamRow, Tensor]]:
         """Yield index, row and gradient of each row that has a gradient in this step."""
@@ -199,31 +245,9 @@ class Work:
         return [index for index, row in enumerate(self.rows) if row.keys is not None]
 
     @functools.cached_property
-    def empty(self) -> list[int]:
-        """The indices of the rows whose parameter has no elements."""
-        rows = enumerate(self.rows)
-        return [i for i, row in rows if row.param is not None and not row.param.numel()]
-
-    @functools.cached_property
     def compute_dtypes(self) -> list[torch.dtype]:
         """The arithmetic dtype of each row."""
         return [row.compute_dtype for row in self.rows]
-
-    def refresh(
-        self,
-        grads: list[Any],
-        hyper: Sequence[Sequence[float | Tensor]],
-        present: bytearray | None = None,
-    ) -> None:
-        """Replace gradients and hyperparameters.
-
-        Args:
-            grads: as :attr:`grads`, with the strides and dtypes of those that they replace.
-            hyper: as :attr:`hyper`.
-            present: as :attr:`present`.
-        """
-        self.grads, self.hyper, self.present = grads, hyper, present
-        self.grads_version += 1
 
     @property
     def row_column_factors(self) -> Iterator[Tensor]:

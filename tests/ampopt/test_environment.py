@@ -15,6 +15,13 @@ from ampopt import backend as backends
 from ampopt import environment
 from ampopt_kernels.native import build, cache
 
+CACHES = (
+    backends._by_environment,
+    backends._compiled,
+    backends._has_compiler,
+    cache.place,
+)
+
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
@@ -23,11 +30,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for cached in (backends._compiled, backends._has_compiler, cache.place):
+    for cached in CACHES:
         cached.cache_clear()
     monkeypatch.setattr(environment, "_triton_cache", lambda: "elsewhere")  # it may be large
     yield
-    for cached in (backends._compiled, backends._has_compiler, cache.place):
+    for cached in CACHES:
         cached.cache_clear()
 
 

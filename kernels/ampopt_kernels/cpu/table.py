@@ -38,15 +38,11 @@ from torch import Tensor
 from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
 from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.native.build import Library
-from ampopt_kernels.native.objects import addresses
+from ampopt_kernels.native.objects import EMPTY
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["KindTable", "Table"]
-
-_EMPTY = 16
-"""The address of a gradient without elements, whose own is 0."""
-
 
 @functools.cache
 def _library(kind: Kind) -> ctypes.CDLL:
@@ -175,13 +171,11 @@ class Table:
         """Take the rows of ``work``, which may have no parameters."""
         self.kinds: list[KindTable] | None = None
         by_dtype: dict[Any, GradientRows] = {}
-        self._empty: list[int] = []
         for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             tensor = grad if row.param is None else row.param
             if tensor is None:  # an absent gradient, of a row that has nothing else
                 continue
             if not (numel := tensor.numel()):
-                self._empty.append(place)
                 continue
             dtypes = row.grad_dtype, row.compute_dtype
             if dtypes not in by_dtype:
@@ -204,9 +198,7 @@ class Table:
 
     def _take(self, work: Work) -> None:
         """Take the gradients and hyperparameters of this step."""
-        self.grads = addresses(work.grads)
-        for place in self._empty:
-            self.grads[place] = 0 if work.grads[place] is None else _EMPTY
+        self.grads = work.addresses
         self._hyper = array("d", map(float, chain.from_iterable(work.hyper)))
         self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
         self._grads_version = work.grads_version
@@ -228,7 +220,7 @@ class Table:
 
     def with_elements(self) -> list[int]:
         """The indices of the rows that have a gradient with elements in this step."""
-        return [place for place, grad in enumerate(self.grads) if grad and grad != _EMPTY]
+        return [place for place, grad in enumerate(self.grads) if grad and grad != EMPTY]
 
     def counted(self, squares: Tensor) -> Tensor:
         """``squares``, one for each row, with 0 for rows that the norm does not count."""

@@ -1,13 +1,16 @@
 // The checks that objects.py declares and calls. Each checks hundreds of Python objects, with
 // Python's lock held, and returns 1 for yes.
 //
-// Of torch's headers, that of TensorImpl is the only one: the others take a compiler five times as
-// long.
+// Of torch's headers, those of TensorImpl are the only ones: the others take a compiler five times
+// as long.
 
 #include <Python.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 
 #include <cstdint>
+#include <map>
+#include <vector>
 
 // The tensor of a Python object; CDATA is where objects.py has found the pointer to it.
 static c10::TensorImpl* tensor_of(PyObject* object) {
@@ -74,12 +77,11 @@ template <typename Each> static bool all_of(PyObject* tensors, Each each) {
     }
 }
 
-extern "C" int addresses(PyObject* tensors, int64_t* numbers) {
-    return all_of(tensors, [&](PyObject* tensor) {
-        const bool none = tensor == Py_None;
-        *numbers++ = none ? 0 : reinterpret_cast<int64_t>(tensor_of(tensor)->mutable_data());
-        return true;
-    });
+// The gradient of a tensor; null if it has none.
+static c10::TensorImpl* gradient_of(const c10::TensorImpl* tensor) {
+    // An at::Tensor, whose header takes long to compile, is one pointer; objects.py tries it out.
+    auto* gradient = *reinterpret_cast<c10::TensorImpl* const*>(&tensor->grad());
+    return gradient == c10::UndefinedTensorImpl::singleton() ? nullptr : gradient;
 }
 
 extern "C" int bump_versions(PyObject* tensors) {
@@ -90,15 +92,13 @@ extern "C" int bump_versions(PyObject* tensors) {
 }
 
 // Calls each(number) for all numbers that make up the layout of a tensor, until it returns false.
-template <typename Each> static bool layout(PyObject* tensor, Each each) {
-    if (!each(reinterpret_cast<int64_t>(Py_TYPE(tensor)))) return false;
-    const c10::TensorImpl* impl = tensor_of(tensor);
+template <typename Each> static bool layout(const c10::TensorImpl* impl, Each each) {
     // The key set also shows device type, layout, lazy negation and conjugation.
     if (!each(static_cast<int64_t>(impl->key_set().raw_repr()))) return false;
-    const int64_t dtype = static_cast<int64_t>(c10::typeMetaToScalarType(impl->dtype()));
-    if (!each(dtype) || !each(impl->device().index())) return false;
     const bool was_freed = impl->numel() && !impl->storage().data();
-    if (!each(was_freed) || !each(impl->dim())) return false;
+    const int64_t dtype = static_cast<int64_t>(c10::typeMetaToScalarType(impl->dtype()));
+    if (!each(dtype << 1 | was_freed)) return false;
+    if (!each(impl->dim() << 8 | (impl->device().index() & 255))) return false;
     for (const int64_t size : impl->sizes())
         if (!each(size)) return false;
     for (const int64_t stride : impl->strides())
@@ -106,32 +106,53 @@ template <typename Each> static bool layout(PyObject* tensor, Each each) {
     return true;
 }
 
-// Writes the numbers of the layouts of tensors, as many as there is ``room`` for, and returns how
-// many there are; -1 if one has none.
-extern "C" int64_t layouts(PyObject* tensors, int64_t* numbers, int64_t room) {
+// Describes the layouts of tensors: writes to ``begins`` where in ``numbers`` each begins, those
+// that are equal at one place, as many numbers as there is ``room`` for. Returns how many there are,
+// and -1 if a tensor has no layout.
+extern "C" int64_t describe(PyObject* tensors, int64_t* begins, int64_t* numbers, int64_t room) {
+    std::map<std::vector<int64_t>, int64_t> known;
     int64_t n = 0;
     const bool are_strided = all_of(tensors, [&](PyObject* tensor) {
-        return layout(tensor, [&](int64_t number) {
-            if (n < room) numbers[n] = number;
-            return ++n > 0;
-        });
+        std::vector<int64_t> own;
+        layout(tensor_of(tensor), [&](int64_t number) { return own.push_back(number), true; });
+        const auto [at, is_new] = known.emplace(own, n);
+        *begins++ = at->second;
+        if (is_new)
+            for (const int64_t number : own) {
+                if (n < room) numbers[n] = number;
+                ++n;
+            }
+        return true;
     });
     return are_strided ? n : -1;
 }
 
-// Whether ``tensors`` have the known layouts; None fits any. Writes to the bytearray ``present``,
-// which has a 2 for each, 0 if it is None, and 1 if it has its known layout.
-extern "C" int laid_out(PyObject* tensors, const int64_t* numbers, PyObject* present) {
-    char* there = PyByteArray_AS_STRING(present);
-    bool same = true;
-    const bool read = all_of(tensors, [&](PyObject* tensor) {
-        const int64_t* known = numbers;
-        const auto is_known = [&](int64_t number) { return number == *known++; };
-        *there = tensor == Py_None ? 0 : layout(tensor, is_known) ? 1 : 2;
-        same = same && *there < 2;
-        ++there;
-        numbers += 6 + 2 * numbers[5];  // numbers[5] is the number of dimensions
+// Reads tensors, or their gradients: writes the address of the first element of each, 0 for None or
+// no gradient, EMPTY for one without elements; and to the bytearray ``fits`` 0 for None or no
+// gradient, 1 for a tensor that has the layout that describe has described (any, if ``numbers`` is
+// null), and 2, without its address, for another. Returns whether there is no other.
+extern "C" int read_tensors(
+    PyObject* tensors, int of_gradients, const int64_t* begins, const int64_t* numbers,
+    int64_t* addresses, PyObject* fits
+) {
+    char* fit = PyByteArray_AS_STRING(fits);
+    bool all_fit = true;
+    const bool were_read = all_of(tensors, [&](PyObject* tensor) {
+        c10::TensorImpl* impl = tensor == Py_None ? nullptr : tensor_of(tensor);
+        if (impl && of_gradients) impl = gradient_of(impl);
+        bool fits_here = true;
+        if (impl && numbers) {
+            const int64_t* number = numbers + *begins++;
+            fits_here = layout(impl, [&](int64_t own) { return own == *number++; });
+        } else if (numbers) {
+            ++begins;
+        }
+        if (impl && fits_here)
+            *addresses = impl->numel() ? reinterpret_cast<int64_t>(impl->mutable_data()) : EMPTY;
+        *fit++ = impl ? (fits_here ? 1 : 2) : 0;
+        ++addresses;
+        all_fit = all_fit && fits_here;
         return true;
     });
-    return same && read;
+    return were_read && all_fit;
 }

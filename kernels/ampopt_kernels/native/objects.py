@@ -24,7 +24,10 @@ from torch import Tensor
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.tensors import was_freed
 
-__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
+__all__ = ["EMPTY", "IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
+
+EMPTY = 16
+"""The address of a tensor without elements, as 0 stands for no tensor."""
 
 QUESTIONS = 1000
 """Checks that run in Python before the compiler is started: about a hundred steps."""
@@ -88,6 +91,7 @@ def _library() -> Library:
         "-std=c++20",  # newer headers of torch need it
         "-O1",  # nothing to vectorize
         f"-DCDATA={_pointer_to_tensor()}",
+        f"-DEMPTY={EMPTY}",
         *(f"-I{folder}" for folder in (root / "include", sysconfig.get_paths()["include"])),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-L{root / 'lib'}",
@@ -117,30 +121,45 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     functions.hold.argtypes = (objects, pointer, objects, objects)
-    functions.addresses.argtypes = (objects, pointer)
-    functions.laid_out.argtypes = (objects, pointer, objects)
+    functions.read_tensors.argtypes = (objects, ctypes.c_int, pointer, pointer, pointer, objects)
     functions.bump_versions.argtypes = (objects,)
-    functions.layouts.argtypes, functions.layouts.restype = (objects, pointer, count), count
+    functions.describe.argtypes = (objects, pointer, pointer, count)
+    functions.describe.restype = count
+    _check_gradients(functions)
     return functions
 
 
+def _check_gradients(functions: ctypes.PyDLL) -> None:
+    """Raise if C++ does not find the gradients that Python finds."""
+    tensors = [torch.ones(2, device="cpu"), torch.nn.Parameter(torch.ones(2, device="cpu"))]
+    tensors.append(torch.nn.Parameter(tensors[0]))
+    tensors[1].grad = gradient = torch.ones(2, device="cpu")
+    found, fits = array("q", bytes(24)), bytearray(3)
+    functions.read_tensors(tensors, True, None, None, found.buffer_info()[0], fits)
+    if found.tolist() != [0, gradient.data_ptr(), 0]:
+        raise RuntimeError("this torch has other tensors")
+
+
 def addresses(tensors: list[Any]) -> array:
-    """Return the addresses of strided tensors as 64-bit integers: of the first element of each.
+    """The addresses of strided tensors as 64-bit integers: of the first element of each.
 
     Args:
-        tensors: strided tensors, or ``None``, whose address is 0.
+        tensors: strided tensors, or ``None``, whose address is 0. That of a tensor without elements
+            is :data:`EMPTY`.
     """
     library = loops.get()
     if library is not None:
-        numbers = array("q", bytes(8 * len(tensors)))
-        if library.addresses(tensors, numbers.buffer_info()[0]):
+        numbers, fits = array("q", bytes(8 * len(tensors))), bytearray(len(tensors))
+        if library.read_tensors(tensors, False, None, None, numbers.buffer_info()[0], fits):
             return numbers
-    try:
-        return array(
-            "q", list(map(Tensor.data_ptr, tensors))
-        )  # from a map, array() would be slower
-    except TypeError:  # a tensor is None
-        return array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    return array("q", list(map(_address, tensors)))  # from a map, array() would be slower
+
+
+def _address(tensor: Any) -> int:
+    """The address of one tensor; see :func:`addresses`."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if tensor.numel() else EMPTY
 
 
 def bump_versions(tensors: list[Tensor]) -> None:
@@ -212,72 +231,68 @@ class IdentityGuard:
 class LayoutGuard:
     """The layouts of some strided tensors, on which a plan for a kernel depends.
 
-    A layout is the class, device, dtype, shape and strides of a tensor, whether it is lazily
-    negated or conjugated, and whether its memory was freed.
+    A layout is the device, dtype, shape and strides of a tensor, whether it is lazily negated or
+    conjugated, and whether its memory was freed.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         """Store the layouts of ``tensors``, and no reference to the tensors."""
         self._n = len(tensors)
-        self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
-        self._numbers = _numbers(tensors)
-        self._numbers_of: dict[int, array] = {}  # of single tensors, until all are known
-        self._layouts = [] if self._numbers is not None else list(map(_layout, tensors))
+        self._described: tuple[int, int] | None = None
+        self._describe(tensors)
+        self._layouts = [] if self._described is not None else list(map(_layout, tensors))
 
-    def present(self, tensors: list[Any]) -> bytearray | None:
+    def _describe(self, tensors: list[Tensor]) -> None:
+        """Keep the layouts of ``tensors`` as the loops describe them, if there are loops.
+
+        That is two arrays: where the layout of each tensor begins, and the numbers of all layouts.
+        """
+        library = loops.get()
+        self._begins = array("q", bytes(8 * self._n))
+        begins = self._begins.buffer_info()[0]
+        if library is not None and (n := library.describe(tensors, begins, None, 0)) >= 0:
+            self._numbers = array("q", bytes(8 * n))
+            self._described = begins, self._numbers.buffer_info()[0]
+            library.describe(tensors, *self._described, n)
+
+    def read(self, tensors: list[Any], *, of_gradients: bool = False) -> tuple[array, bytearray]:
         """Compare the layout of each of ``tensors`` with that of the stored tensor at its index.
 
         Args:
-            tensors: tensors, or ``None``, which fits any layout.
+            tensors: tensors, as many as are stored, or ``None``, which fits any layout.
+            of_gradients: whether to read the gradients of ``tensors`` in their place.
 
         Returns:
-            For each 0 if it is ``None``, else 1; ``None`` if a tensor has another layout.
+            The addresses, as :func:`addresses` returns them; and for each of ``tensors`` 0 if it is
+            ``None`` or has no gradient, 1 if it fits, and 2 if it has another layout. Then the
+            address is 0.
         """
-        if len(tensors) != self._n:
-            return None
-        present = self._compared(tensors)
-        return None if 2 in present else present
-
-    def changed(self, tensors: list[Any]) -> list[int]:
-        """Return the index of each of ``tensors``, as many as are stored, with another layout."""
-        return [index for index, byte in enumerate(self._compared(tensors)) if byte == 2]
-
-    def _compared(self, tensors: list[Any]) -> bytearray:
-        """For each tensor 0 if it is ``None``, 1 if it has the stored layout, else 2."""
         library = loops.get()
-        if self._numbers is not None and library is not None:
-            present = bytearray(b"\2") * self._n
-            library.laid_out(tensors, self._numbers.buffer_info()[0], present)
-            return present
-        pairs = zip(tensors, self._layouts, strict=True)
-        present = bytearray(0 if t is None else 2 - (_layout(t) == known) for t, known in pairs)
-        if library is not None and 2 not in present:
-            self._encode(tensors)
-        return present
-
-    def _encode(self, tensors: list[Any]) -> None:
-        """Once the loops are there, keep the numbers of tensors until those of all are known."""
-        for index, tensor in enumerate(tensors):
-            if tensor is not None and index not in self._numbers_of:
-                self._numbers_of[index] = _numbers([tensor]) or array("q")
-        if len(self._numbers_of) == self._n:
-            each = (self._numbers_of[index] for index in range(self._n))
-            self._numbers = array("q", chain.from_iterable(each))
+        if library is not None and self._described is not None:
+            found, fits = array("q", bytes(8 * self._n)), bytearray(b"\2") * self._n
+            to = found.buffer_info()[0], fits
+            library.read_tensors(tensors, of_gradients, *self._described, *to)
+            return found, fits
+        if of_gradients:
+            tensors = [tensor.grad for tensor in tensors]
+        pairs = list(zip(tensors, self._layouts, strict=True))
+        fits = bytearray(0 if t is None else 2 - (_layout(t) == known) for t, known in pairs)
+        if library is not None and 2 not in fits:  # the loops have been compiled meanwhile
+            absent = {known: _example(known) for tensor, known in pairs if tensor is None}
+            self._describe([absent[k] if t is None else t for t, k in pairs])
+        fitting = [t if fit == 1 else None for t, fit in zip(tensors, fits, strict=True)]
+        return addresses(fitting), fits
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
-    """Return what makes up the layout of a strided tensor."""
+    """What makes up the layout of a strided tensor."""
     if tensor.layout != torch.strided:
         return (tensor.layout,)
-    basic = type(tensor), tensor.dtype, tensor.device, tensor.shape
+    basic = tensor.dtype, tensor.device, tensor.shape
     return *basic, tensor.stride(), tensor.is_neg(), tensor.is_conj(), was_freed(tensor)
 
 
-def _numbers(tensors: list[Tensor]) -> array | None:
-    """Return the layouts of ``tensors`` as the loops encode them; ``None`` without loops."""
-    library = loops.get()
-    if library is None or (n := library.layouts(tensors, None, 0)) < 0:
-        return None
-    numbers = array("q", bytes(8 * n))
-    library.layouts(tensors, numbers.buffer_info()[0], n)
-    return numbers
+def _example(layout: tuple[Any, ...]) -> Tensor:
+    """A tensor of a layout that :func:`_layout` has returned."""
+    dtype, device, shape, strides, *_ = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.rule import Rule
@@ -174,14 +173,13 @@ class Table:
 
     def _takes_gradients_of(self, work: Work) -> bool:
         """Replace the gradients' addresses; false, and no change, if a new one is less aligned."""
-        grads = addresses(work.grads)
+        grads = work.addresses
         if functools.reduce(operator.or_, grads, 0) % 16 and any(  # usually all are aligned
             address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
         ):
             return False
         numbers = self.numbers[:]  # a copy, because the upload is compared with the old numbers
         numbers[:: self.columns] = grads
-        _mark_empty(numbers, self.columns, work)
         self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
         self.numbers, self.grads_version = numbers, work.grads_version
         return True
@@ -244,7 +242,7 @@ class Table:
                 launches.append(Launch(start, stop, work.rows[members[0]], align, even))
         get, numbers = work.uploads.get, array("q", rows)
         columns = 8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps
-        _mark_empty(numbers, columns, work)
+        numbers[::columns] = work.addresses  # that of a gradient without elements is not 0
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
@@ -260,13 +258,6 @@ class Table:
             aligned=aligned,
             grads_version=work.grads_version,
         )
-
-
-def _mark_empty(numbers: array, columns: int, work: Work) -> None:
-    """Give gradients without elements an address other than 0, which is for no gradient."""
-    for index in work.empty:
-        if work.grads[index] is not None:
-            numbers[index * columns] = 16
 
 
 def state_columns(rule: Rule | None) -> int:

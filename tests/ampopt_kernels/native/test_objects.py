@@ -9,6 +9,7 @@ from support.object_loops import need_object_loops
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import (
+    EMPTY,
     IdentityGuard,
     LayoutGuard,
     Loops,
@@ -103,7 +104,7 @@ def test_addresses_are_those_of_first_elements():
         torch.zeros(3, dtype=torch.float16).as_subclass(Kind),
         torch.zeros(3, device="meta"),
     ]
-    assert addresses(tensors).tolist() == [t.data_ptr() for t in tensors]
+    assert addresses(tensors).tolist() == [t.data_ptr() if t.numel() else EMPTY for t in tensors]
     assert addresses([]).tolist() == []
 
 
@@ -157,17 +158,27 @@ CHANGED = {
 }
 
 
+def fits(guard: LayoutGuard, tensors: list[Any], **options: Any) -> list[int]:
+    """What the guard finds of each tensor; its address is checked."""
+    found, bytes_of_each = guard.read(tensors, **options)
+    read = [t.grad for t in tensors] if options else tensors
+    assert found.tolist() == [
+        addresses([t])[0] if fit == 1 else 0 for t, fit in zip(read, bytes_of_each, strict=True)
+    ]
+    return list(bytes_of_each)
+
+
 def test_others_laid_out_the_same_are_alike():
     guard = LayoutGuard(example())
     with torch.no_grad():
         others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
-        assert guard.present(others) is not None
-    assert guard.present(others) is not None
+        assert fits(guard, others) == [1, 1, 1]
+    assert fits(guard, others) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_a_flat_kernel_would_misread_is_not_alike(what):
-    assert LayoutGuard(example()).present([CHANGED[what], *example()[1:]]) is None
+    assert fits(LayoutGuard(example()), [CHANGED[what], *example()[1:]]) == [2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -180,46 +191,49 @@ def test_what_a_flat_kernel_would_misread_is_not_alike(what):
 )
 def test_what_is_not_contiguous_or_not_real_is_told_apart_too(one, other):
     same = one.clone(memory_format=torch.preserve_format)
-    assert LayoutGuard([one]).present([same]) is not None
-    assert LayoutGuard([one]).present([other]) is None
+    assert fits(LayoutGuard([one]), [same]) == [1]
+    assert fits(LayoutGuard([one]), [other]) == [2]
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_none_fits_and_the_others_are_compared(what):
     first, *others = example()
     guard = LayoutGuard(example())
-    assert guard.present([None, *others]) == bytearray((0, 1, 1))
-    assert guard.present([None, None, None]) == bytearray((0, 0, 0))
-    assert guard.present([first, None, others[1]]) == bytearray((1, 0, 1))
-    assert guard.present([CHANGED[what], None, others[1]]) is None
-    assert guard.present([None, CHANGED[what], None]) is None
-    assert guard.present(example()) == bytearray((1, 1, 1))
+    assert fits(guard, [None, *others]) == [0, 1, 1]
+    assert fits(guard, [None, None, None]) == [0, 0, 0]
+    assert fits(guard, [first, None, others[1]]) == [1, 0, 1]
+    assert fits(guard, [CHANGED[what], None, others[1]]) == [2, 0, 1]
+    assert fits(guard, [None, CHANGED[what], CHANGED[what]]) == [0, 2, 2]
+    assert fits(guard, example()) == [1, 1, 1]
 
 
-def test_python_compares_until_each_tensor_was_there_once(monkeypatch):
-    """Also if there is no step in which all have gradients."""
-    loops_now, calls = objects.loops, []
-    monkeypatch.setattr(objects, "loops", Loops())
-    guard = LayoutGuard(example())
-    first, second, third = example()
-    assert guard.present([first, second, None]) is not None
-    monkeypatch.setattr(objects, "loops", loops_now)
-    for tensors in ([first, None, None], [None, second, None], [None, None, third]):
-        assert guard.present(tensors) is not None
-    layout = objects._layout
-    monkeypatch.setattr(objects, "_layout", lambda tensor: calls.append(tensor) or layout(tensor))
-    assert guard.present([first, None, third]) == bytearray((1, 0, 1))
-    assert bool(calls) == (objects.loops.get() is None)
-    monkeypatch.undo()
-    assert guard.present([None, CHANGED["shape"], third]) is None
+def test_the_gradients_of_tensors_are_read_in_their_place():
+    params: list[Any] = [torch.nn.Parameter(tensor) for tensor in example()]
+    params.append(torch.zeros(0))
+    params[0].grad, params[3].grad = torch.ones(2, 3), torch.ones(0)
+    guard = LayoutGuard([torch.zeros(2, 3), *example()[1:], torch.zeros(0)])
+    assert fits(guard, params, of_gradients=True) == [1, 0, 0, 1]
+    params[2].grad = torch.ones(4, dtype=torch.float64)
+    params[0].grad = None
+    assert fits(guard, params, of_gradients=True) == [0, 0, 1, 1]
+    params[1].data = torch.ones((), dtype=torch.float64)
+    params[1].grad = torch.ones((), dtype=torch.float64)
+    assert fits(guard, params, of_gradients=True) == [0, 2, 1, 1]
 
 
-@pytest.mark.parametrize("what", CHANGED)
-def test_the_tensors_with_another_layout_are_found(what):
-    guard = LayoutGuard(example())
-    assert guard.changed(example()) == []
-    assert guard.changed([CHANGED[what], *example()[1:]]) == [0]
-    assert guard.changed([None, CHANGED[what], CHANGED[what]]) == [1, 2]
+def test_a_gradient_that_a_backward_pass_leaves_is_read():
+    param = torch.nn.Parameter(torch.ones(3))
+    guard = LayoutGuard([torch.ones(3)])
+    assert fits(guard, [param], of_gradients=True) == [0]
+    for _ in range(2):
+        (param * 2).sum().backward()
+        assert fits(guard, [param], of_gradients=True) == [1]
+    param.grad = None
+    assert fits(guard, [param], of_gradients=True) == [0]
+
+
+def test_the_address_of_a_tensor_without_elements_is_not_that_of_none():
+    assert addresses([torch.zeros(0), None]).tolist() == [EMPTY, 0]
 
 
 def test_the_address_of_none_is_0():
@@ -236,30 +250,20 @@ def test_the_containers_that_have_changed_are_found(at):
     assert list(map(id, guard.changed())) == [id(containers[i]) for i in at]
 
 
-def test_a_tensor_of_another_class_is_not_alike():
-    others = [torch.nn.Parameter(example()[0]), *example()[1:]]
-    assert LayoutGuard(example()).present(others) is None
-
-
-def test_more_or_fewer_are_not_alike():
-    assert LayoutGuard(example()).present(example()[:2]) is None
-    assert LayoutGuard(example()[:2]).present(example()) is None
-    assert LayoutGuard([]).present([]) is not None
-
-
 @pytest.mark.parametrize("what", CHANGED)
-def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypatch):
+@pytest.mark.parametrize("first", [0, 1], ids=["all there", "one absent"])
+def test_loops_that_are_compiled_later_know_what_was_there_before(what, first, monkeypatch):
     need_object_loops()
     with monkeypatch.context() as patch:
         patch.setattr(objects, "loops", Loops())
         guard = LayoutGuard(example())
     others = [CHANGED[what], *example()[1:]]
-    assert guard.present(others) is None
+    assert fits(guard, others) == [2, 1, 1]
     monkeypatch.setattr(objects, "loops", loops)
-    assert guard.present(example()) is not None
+    assert fits(guard, [None] * first + example()[first:]) == [1 - first, 1, 1]
     monkeypatch.delattr(objects, "_layout")  # Python compares nothing any more
-    assert guard.present(example()) is not None
-    assert guard.present(others) is None
+    assert fits(guard, example()) == [1, 1, 1]
+    assert fits(guard, others) == [2, 1, 1]
 
 
 class Compiler:
