@@ -161,7 +161,7 @@ class Work:
         self,
         device: torch.device,
         rows: list[ParamRow],
-        grads: list[Any],
+        grads: list[Any] | None = None,
         rule: Rule | None = None,
         hyper: Sequence[Sequence[float | Tensor]] = (),
         uploads: Uploads | None = None,
@@ -171,7 +171,7 @@ class Work:
         self.uploads = Uploads() if uploads is None else uploads
         self.backend_rows: Any = None
         self.grads_version = 0
-        self.refresh(grads, hyper)
+        self.refresh([] if grads is None else grads, hyper)
 
     def refresh(
         self,
