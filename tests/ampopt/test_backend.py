@@ -34,8 +34,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start each test without a chosen backend, and without cached ones."""
     monkeypatch.setattr(backends, "_chosen", None)
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
-    of_backends = backends._by_environment, backends._compiled, backends._has_compiler
-    caches = (*of_backends, table._library, gradients._functions)
+    caches = (backends._compiled, backends._has_compiler, table._library, gradients._functions)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -15,13 +15,6 @@ from ampopt import backend as backends
 from ampopt import environment
 from ampopt_kernels.native import build, cache
 
-CACHES = (
-    backends._by_environment,
-    backends._compiled,
-    backends._has_compiler,
-    cache.place,
-)
-
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
@@ -30,11 +23,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for cached in CACHES:
+    for cached in (backends._compiled, backends._has_compiler, cache.place):
         cached.cache_clear()
     monkeypatch.setattr(environment, "_triton_cache", lambda: "elsewhere")  # it may be large
     yield
-    for cached in CACHES:
+    for cached in (backends._compiled, backends._has_compiler, cache.place):
         cached.cache_clear()
 
 
