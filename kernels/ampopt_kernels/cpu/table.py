@@ -44,6 +44,7 @@ from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["KindTable", "Table"]
 
+
 @functools.cache
 def _library(kind: Kind) -> ctypes.CDLL:
     """The compiled functions of a kind. Waits for the compiler if they are new to this machine."""
