@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,11 @@ class Reading:
         for found in self._found:
             found.add_to(self._statistics)
         self._found = []
-        return [(names, self._statistics.by_device[device]) for device, names in self._names]
+        by_device = self._statistics.by_device
+        return [
+            (names, replace(by_device[device], numbers=by_device[device].numbers.cpu()))
+            for device, names in self._names
+        ]
 
     def result(self) -> dict[str, Any]:
         """The numbers, as of :meth:`ampopt.Watch.read`. Waits until everything has arrived."""
@@ -98,7 +102,7 @@ class Reading:
             {
                 rank: int(n)
                 for ranks, counts in self._statistics.by_rank.items()
-                for rank, n in zip(ranks, counts.tolist(), strict=True)
+                for rank, n in zip(ranks, counts.cpu().tolist(), strict=True)
             },
         )
 

@@ -324,7 +324,7 @@ class Rule:
         return _existing(self, flags).averages
 
     def inputs_for(self, flags: tuple[bool, ...]) -> tuple[str, ...]:
-        """What is in the argument ``state`` of ``reduce`` and ``update``: names, or means."""
+        """What ``state`` is in ``reduce`` and ``update`` under ``flags``: names or means."""
         means = (f"mean over {lines}" for lines in self.averages_for(flags))
         return (*(part.name for part in self.state_for(flags)), *means)
 

@@ -307,7 +307,8 @@ def _read(check: Check, on_host: bool) -> tuple[Any, ...]:
 def _write(check: Check, statistics: tuple[Any, ...]) -> None:
     """Replace the statistics of ``check`` by those that :func:`decide` has returned."""
     if check.statistics is not None:
-        parts = (torch.as_tensor(part).to(check.statistics) for part in statistics[:RUNNING])
+        dtype, device = check.statistics.dtype, check.statistics.device
+        parts = (as_tensor(part, dtype, device) for part in statistics[:RUNNING])
         check.statistics.copy_(torch.cat([part.reshape(-1) for part in parts]))
 
 
