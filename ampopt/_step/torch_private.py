@@ -171,7 +171,7 @@ def uncompiled(function: _Function) -> _Function:
     return cast("_Function", called)
 
 
-_compiles: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_compiles = cast("Any", torch._C)._dynamo.eval_frame.get_eval_frame_callback
 """``None`` where ``torch.compile`` does not look at the functions that are called."""
 
 
