@@ -42,6 +42,7 @@ DTYPES_OF_TENSORS = [
     (F32, BF16, None),
     (F16, F64, None),
 ]
+WITHOUT_ROOTS = ("adamax", "asgd", "lion", "rprop", "sgd", "sophia")
 SIZES = [1, 7, 8, 15, 16, 17, 31, 33, 64, 100, 1000, CHUNK - 1, CHUNK, CHUNK + 17]
 
 
@@ -181,7 +182,7 @@ def test_every_rule_has_the_same_bits_in_cpp(name, data):
         factors = data.draw(st.sampled_from([(1.0, 1.0), (2.0**-16, 1.0), (1 / 3, 0.7)]))
         n, seed = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2**31))
         ours, theirs = both(rule, flags, dtypes, n, seed, hyper, factors, step)
-        if F64 not in dtypes:
+        if F64 not in dtypes or name in WITHOUT_ROOTS:
             assert same_bits(ours, theirs)
         else:  # roots of float64 are MKL's in torch, a unit in the last place off at times
             for x, y in zip(ours, theirs, strict=True):
