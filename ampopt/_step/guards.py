@@ -26,7 +26,7 @@ from ampopt._step.ranks import REPLICATED
 from ampopt._step.rows import RuleRows, like_gradient
 from ampopt._step.sharding import dtensor
 from ampopt.options import GROUP_OPTIONS
-from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
+from ampopt_kernels.native.objects import MISFIT, IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import dense_like
 
@@ -208,18 +208,19 @@ class TensorGuard:
         ):
             return None
         found, fits = self._layouts.read(self._local(self._tensors))
-        if 2 in fits or found != self._addresses:
+        if MISFIT in fits or found != self._addresses:
             return None
+        grads: list[Any] | Callable[[], list[Any]]
         if self._plain and not self._masters.grads_at_unscale:
-            self.has_copied = False
+            self.has_copied, grads = False, self._grads_now
             found, fits = self._grad_layouts.read(self._stepped_params, of_gradients=True)
-            if 2 not in fits:
-                return GradientsNow(self._grads_now, found, fits)
-        grads = self._grads_now()
-        found, fits = self._grad_layouts.read(grads)
-        if 2 not in fits:
+        else:
+            grads = self._grads_now()
+            found, fits = self._grad_layouts.read(grads)
+        if MISFIT not in fits:
             return GradientsNow(grads, found, fits)
-        if self._convert(optimizer, grads):
+        grads = grads() if callable(grads) else grads
+        if not self._convert(optimizer, grads, fits):
             return None
         return GradientsNow(grads, addresses(grads), bytearray(g is not None for g in grads))
 
@@ -250,32 +251,30 @@ class TensorGuard:
                 grads[place] = param.grad
                 self._placements[place] = dtensor.placements([param.grad])[0]
 
-    def _convert(self, optimizer: Any, grads: list[Any]) -> set[int]:
-        """Convert gradients that have another layout than in the plan, as a whole plan would.
+    def _convert(self, optimizer: Any, grads: list[Any], fits: bytearray) -> bool:
+        """Convert gradients that have another layout than in the plan, as another plan would.
 
         Args:
             optimizer: the optimizer of the plan.
             grads: what :meth:`_grads_now` returned; converted in place.
+            fits: what :meth:`LayoutGuard.read` found of each.
 
         Returns:
-            The indices of the rows that cannot take their gradients, which have another dtype or
-            are sparse.
+            Whether the rows can take their gradients; not those of another dtype, or sparse ones.
         """
-        groups, others = optimizer.param_groups, set()
-        _, fits = self._grad_layouts.read(grads)
-        for index in compress(count(), (fit == 2 for fit in fits)):
+        groups = optimizer.param_groups
+        for index in compress(count(), (fit == MISFIT for fit in fits)):
             one, row = self._owners[index], self._rows[index]
             check_gradient(one.tensor, one.owner.name)
-            values = None
-            if one.tensor.grad.layout == torch.strided:
-                values = values_of(self._masters.holder(groups[one.group], one.tensor))
-            if values is None or values.dtype != row.grad_dtype:
-                others.add(index)
-                continue
+            if one.tensor.grad.layout != torch.strided:
+                return False
+            values = values_of(self._masters.holder(groups[one.group], one.tensor))
+            if values.dtype != row.grad_dtype:
+                return False
             assert row.param is not None
             grads[index] = dense_like(values, row.param)
             self.has_copied = self.has_copied or grads[index] is not values
-        return others
+        return True
 
     def absent(self, optimizer: Any) -> dict[int, torch.dtype]:
         """The parameters that the next plan has rows for although they have no gradient now.
@@ -318,14 +317,11 @@ class TensorGuard:
             return "parameters of a group were replaced or removed, or are in another order"
         found, fits = self._layouts.read(self._local(self._tensors))
         for place, fit in enumerate(fits):
-            if fit == 2 or found[place] != self._addresses[place]:
-                what = "" if place < len(self._owners) else "a state of "
-                how = (
-                    "has another shape, dtype or layout"
-                    if fit == 2
-                    else "was moved to other memory"
-                )
-                return f"{what}{self._owner_at(place)} {how}"
+            what = "" if place < len(self._owners) else "a state of "
+            if fit == MISFIT:
+                return f"{what}{self._owner_at(place)} has another shape, dtype or layout"
+            if found[place] != self._addresses[place]:
+                return f"{what}{self._owner_at(place)} was moved to other memory"
         return "a gradient has another dtype"
 
     def _owner_of(self, state: dict[str, Any]) -> str:

@@ -24,10 +24,13 @@ from torch import Tensor
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.tensors import was_freed
 
-__all__ = ["EMPTY", "IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
+__all__ = ["EMPTY", "MISFIT", "IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 
 EMPTY = 16
 """The address of a tensor without elements, as 0 stands for no tensor."""
+
+MISFIT = 2
+"""What :meth:`LayoutGuard.read` finds of a tensor that has another layout."""
 
 QUESTIONS = 1000
 """Checks that run in Python before the compiler is started: about a hundred steps."""
@@ -264,20 +267,22 @@ class LayoutGuard:
 
         Returns:
             The addresses, as :func:`addresses` returns them; and for each of ``tensors`` 0 if it is
-            ``None`` or has no gradient, 1 if it fits, and 2 if it has another layout. Then the
-            address is 0.
+            ``None`` or has no gradient, 1 if it fits, and :data:`MISFIT` if it has another layout.
+            Then the address is 0.
         """
         library = loops.get()
         if library is not None and self._described is not None:
-            found, fits = array("q", bytes(8 * self._n)), bytearray(b"\2") * self._n
+            found, fits = array("q", bytes(8 * self._n)), bytearray([MISFIT]) * self._n
             to = found.buffer_info()[0], fits
             library.read_tensors(tensors, of_gradients, *self._described, *to)
             return found, fits
         if of_gradients:
             tensors = [tensor.grad for tensor in tensors]
         pairs = list(zip(tensors, self._layouts, strict=True))
-        fits = bytearray(0 if t is None else 2 - (_layout(t) == known) for t, known in pairs)
-        if library is not None and 2 not in fits:  # the loops have been compiled meanwhile
+        fits = bytearray(
+            0 if t is None else 1 if _layout(t) == known else MISFIT for t, known in pairs
+        )
+        if library is not None and MISFIT not in fits:  # the loops have been compiled meanwhile
             absent = {known: _example(known) for tensor, known in pairs if tensor is None}
             self._describe([absent[k] if t is None else t for t, k in pairs])
         fitting = [t if fit == 1 else None for t, fit in zip(tensors, fits, strict=True)]

@@ -203,8 +203,8 @@ class Table:
             (grad if row.param is None else row.param).numel()
             for row, grad in zip(work.rows, work.grads, strict=True)
         ]
-        for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
-            streams = [0 if t is None else t.data_ptr() for t in (grad, *row.outputs)]
+        for index, (row, address) in enumerate(zip(work.rows, work.addresses, strict=True)):
+            streams = [address, *map(Tensor.data_ptr, row.outputs)]
             aligned.append(all(address % 16 == 0 for address in streams))
             if row.row_column_means is not None:
                 streams += row.row_column_means.addresses
@@ -242,7 +242,6 @@ class Table:
                 launches.append(Launch(start, stop, work.rows[members[0]], align, even))
         get, numbers = work.uploads.get, array("q", rows)
         columns = 8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps
-        numbers[::columns] = work.addresses  # that of a gradient without elements is not 0
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
