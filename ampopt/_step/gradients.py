@@ -197,19 +197,19 @@ def values_of(param: Tensor) -> Tensor:
 def offenders(
     param_groups: list[dict[str, Any]],
     scale: Tensor | None,
-    holder: Callable[[dict[str, Any], Tensor], Tensor],
+    holder: Callable[[int, Tensor], Tensor],
 ) -> Iterator[str]:
     """Names of the parameters whose gradients are not finite once unscaled. Synchronizes.
 
     Args:
         param_groups: the param groups of the optimizer.
         scale: the factor that the gradients still have; ``None`` if they were unscaled in place.
-        holder: ``holder(group, param)`` is the tensor whose ``grad`` to test: the parameter or its
-            master.
+        holder: ``holder(group index, param)`` is the tensor whose ``grad`` to test: the parameter
+            or its master.
     """
     inverse = 1.0 if scale is None else 1.0 / float(scale)
     for index, param in present(param_groups):
-        tensor = holder(param_groups[index], param)
+        tensor = holder(index, param)
         if tensor.grad is None:
             continue
         values = values_of(tensor)

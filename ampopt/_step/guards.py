@@ -220,7 +220,7 @@ class TensorGuard:
         if MISFIT not in fits:
             return GradientsNow(grads, found, fits)
         grads = grads() if callable(grads) else grads
-        if not self._convert(optimizer, grads, fits):
+        if not self._convert(grads, fits):
             return None
         return GradientsNow(grads, addresses(grads), bytearray(g is not None for g in grads))
 
@@ -233,7 +233,7 @@ class TensorGuard:
         if self._masters.grads_at_unscale:
             for place, _ in self._indexed_masters:
                 if grads[place] is not None:
-                    grads[place] = self._masters.unscaled_gradient(self._stepped_params[place])
+                    grads[place] = self._masters.holder(*self._owners[place][:2]).grad
         return self._local(grads)
 
     def _redistribute(self, grads: list[Any]) -> None:
@@ -251,24 +251,22 @@ class TensorGuard:
                 grads[place] = param.grad
                 self._placements[place] = dtensor.placements([param.grad])[0]
 
-    def _convert(self, optimizer: Any, grads: list[Any], fits: bytearray) -> bool:
+    def _convert(self, grads: list[Any], fits: bytearray) -> bool:
         """Convert gradients that have another layout than in the plan, as another plan would.
 
         Args:
-            optimizer: the optimizer of the plan.
             grads: what :meth:`_grads_now` returned; converted in place.
             fits: what :meth:`LayoutGuard.read` found of each.
 
         Returns:
             Whether the rows can take their gradients; not those of another dtype, or sparse ones.
         """
-        groups = optimizer.param_groups
         for index in compress(count(), (fit == MISFIT for fit in fits)):
             one, row = self._owners[index], self._rows[index]
             check_gradient(one.tensor, one.owner.name)
             if one.tensor.grad.layout != torch.strided:
                 return False
-            values = values_of(self._masters.holder(groups[one.group], one.tensor))
+            values = values_of(self._masters.holder(one.group, one.tensor))
             if values.dtype != row.grad_dtype:
                 return False
             assert row.param is not None

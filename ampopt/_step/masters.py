@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ from ampopt_kernels.uploads import Uploads
 __all__ = ["Masters", "full_master", "needs_low_bits", "needs_master"]
 
 
-class _GradAtUnscale(NamedTuple):
+@dataclass
+class _GradAtUnscale:
     """The gradient of a parameter, as it was when its unscaled copy was put on the master.
 
     Attributes:
@@ -41,11 +43,20 @@ class _GradAtUnscale(NamedTuple):
         grad: its gradient.
         version: the version counter of ``grad`` then, to detect edits; ``None`` if parameter and
             master share the gradient, so that an edit reaches the step.
+        holder: the tensor whose gradient is the unscaled one: the master, or the float32 copy of a
+            24-bit master.
     """
 
     param: Tensor
     grad: Tensor
     version: int | None
+    holder: Tensor
+
+    def make_writable(self) -> None:
+        """Replace an expanded gradient by a copy, which can be written in place."""
+        if overlaps_itself(dtensor.local(self.grad)):
+            self.grad = self.grad.clone(memory_format=torch.contiguous_format)
+            self.param.grad = self.grad
 
 
 class _GradAtRead(NamedTuple):
@@ -68,8 +79,8 @@ class Masters(RefersToOptimizer):
     See :class:`ampopt.ElementwiseOptimizer` for what users know of them.
 
     Attributes:
-        grads_at_unscale: the gradients whose unscaled copies are on the masters now; empty between
-            a step and the next unscale.
+        grads_at_unscale: the gradients whose unscaled copies are on the masters now, by the ``id``
+            of the parameter; empty between a step and the next unscale.
         read_early: a gradient that was there when a user read masters without gradients; else
             ``None``.
     """
@@ -84,12 +95,15 @@ class Masters(RefersToOptimizer):
         """
         super().__init__(optimizer)
         self._makes_masters = makes_masters
-        self.grads_at_unscale: tuple[_GradAtUnscale, ...] = ()
-        self._copies: dict[int, Tensor] = {}  # of 24-bit masters, with gradients, by id(param)
+        self.grads_at_unscale: dict[int, _GradAtUnscale] = {}
         self.read_early: _GradAtRead | None = None
         self._warned_of_reading = False
 
     # --- which parameter has one ------------------------------------------------------------------
+
+    def needs(self, group: dict[str, Any], param: Tensor) -> bool:
+        """Whether ``param`` of ``group`` has a master."""
+        return self._makes_masters and needs_master(group, param)
 
     def of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
         """The master of ``param``, in as many bits as ``group`` says; ``None`` if it needs none.
@@ -97,7 +111,7 @@ class Masters(RefersToOptimizer):
         A master that is missing is made, one of another number of bits is converted, and one that
         is left from before ``master_weights`` was turned off is removed: steps do not update it.
         """
-        if not (self._makes_masters and needs_master(group, param)):
+        if not self.needs(group, param):
             if self._makes_masters:
                 self.optimizer.state.get(param, {}).pop(MASTER, None)
             return None
@@ -114,18 +128,21 @@ class Masters(RefersToOptimizer):
             state[MASTER] = _low_bits(param, master) if is_low else full_master(param, master)
         return state[MASTER]
 
-    def _full(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
-        """The master of ``param``, or a float32 copy of one of 24 bits."""
-        master = self.of(group, param)
-        if master is None or master.dtype != LOW_BITS:
-            return master
-        copy = self._copies.get(id(param))
-        return full_master(param, master) if copy is None else copy
+    def holder(self, group: int, param: Tensor) -> Tensor:
+        """The tensor whose ``grad`` the step reads: the parameter, or after unscale its master.
 
-    def _with_gradient(self, param: Tensor) -> Tensor:
-        """The tensor that has the unscaled gradient of ``param``: its master, or a copy."""
-        copy = self._copies.get(id(param))
-        return self.optimizer.state[param][MASTER] if copy is None else copy
+        Of a 24-bit master, the float32 copy.
+
+        Args:
+            group: the index of the param group of ``param``.
+            param: the parameter.
+        """
+        if (entry := self.grads_at_unscale.get(id(param))) is not None:
+            return entry.holder
+        if not self.grads_at_unscale:
+            return param
+        master = self.of(self.optimizer.param_groups[group], param)
+        return param if master is None else master  # without a gradient, when there was none
 
     def pairs(self, groups: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its master; with itself if it has none, or is frozen.
@@ -137,23 +154,20 @@ class Masters(RefersToOptimizer):
             for param in group["params"]:
                 state = self.optimizer.state.get(param, {})
                 is_frozen = not param.requires_grad and MASTER not in state
-                master = None if is_frozen else self._full(group, param)
+                master = None if is_frozen else self.of(group, param)
                 if master is None:
                     yield param, param
                     continue
-                version_before = version(master)
-                yield param, master
-                stored_master = self.optimizer.state[param][MASTER]
-                if stored_master.dtype == LOW_BITS and version(master) != version_before:
-                    _store(param, stored_master, master)
+                full = master
+                if master.dtype == LOW_BITS:
+                    entry = self.grads_at_unscale.get(id(param))
+                    full = full_master(param, master) if entry is None else entry.holder
+                version_before = version(full)
+                yield param, full
+                if full is not master and version(full) != version_before:
+                    _store(param, master, full)
 
     # --- the gradients that steps read ------------------------------------------------------------
-
-    def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """The tensor whose ``grad`` the step reads: the master, after :meth:`copy_gradients`."""
-        if not self.grads_at_unscale:
-            return param
-        return param if self.of(group, param) is None else self._with_gradient(param)
 
     def copy_gradients(
         self, with_grads: list[gradients.ParamWithGrad]
@@ -167,26 +181,24 @@ class Masters(RefersToOptimizer):
             return with_grads
         if self.read_early is not None:
             self.warn_of_early_reading()
-        with_grads, groups, grads_at_unscale = with_grads.copy(), self.optimizer.param_groups, []
+        with_grads, masters = with_grads.copy(), []
         for index, param, owner in with_grads:
-            master = self.of(groups[index], param)
+            master = self.of(self.optimizer.param_groups[index], param)
             if master is not None and master.shape != param.shape:
                 check_master(owner.name, param, master)
+            masters.append(master)
+        self.grads_at_unscale = {}
         for place, (index, param, owner) in enumerate(with_grads):
-            master = self._full(groups[index], param)
-            if master is not None:
-                if master is not self.optimizer.state[param][MASTER]:
-                    self._copies[id(param)] = master
-                dtensor.redistribute_gradient(param)
-                grad = param.grad
-                assert grad is not None
-                master.grad = grad.to(master.dtype)
-                is_shared = master.grad is grad
-                grads_at_unscale.append(
-                    _GradAtUnscale(param, grad, None if is_shared else version(grad))
-                )
-                with_grads[place] = gradients.ParamWithGrad(index, master, owner)
-        self.grads_at_unscale = tuple(grads_at_unscale)
+            if (master := masters[place]) is None:
+                continue
+            dtensor.redistribute_gradient(param)
+            grad, holder = param.grad, full_master(param, master)
+            assert grad is not None
+            holder.grad = grad.to(holder.dtype)
+            old_version = None if holder.grad is grad else version(grad)
+            entry = _GradAtUnscale(param, grad, old_version, holder)
+            self.grads_at_unscale[id(param)] = entry
+            with_grads[place] = gradients.ParamWithGrad(index, holder, owner)
         return with_grads
 
     @torch.no_grad()
@@ -229,33 +241,27 @@ class Masters(RefersToOptimizer):
         """
         if not self.grads_at_unscale:
             return
-        self.grads_at_unscale = tuple(map(_writable, self.grads_at_unscale))
+        for entry in self.grads_at_unscale.values():
+            entry.make_writable()
         torch._foreach_copy_(*self.unscaled_gradients())  # pyright: ignore[reportPrivateImportUsage]
-        self.grads_at_unscale = tuple(
-            entry if entry.version is None else entry._replace(version=version(entry.grad))
-            for entry in self.grads_at_unscale
-        )
+        for entry in self.grads_at_unscale.values():
+            if entry.version is not None:
+                entry.version = version(entry.grad)
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
-        self._copies.clear()
-        if self.grads_at_unscale:
-            self.grads_at_unscale = ()
-            for param in self._with_masters():
-                self.optimizer.state[param][MASTER].grad = None
-
-    def unscaled_gradient(self, param: Tensor) -> Tensor | None:
-        """The unscaled gradient on the master of ``param``."""
-        return self._with_gradient(param).grad
+        for entry in self.grads_at_unscale.values():
+            entry.holder.grad = None
+        self.grads_at_unscale = {}
 
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of parameters, and the unscaled ones on their masters: local shards."""
-        masters = [
-            (grad, self.unscaled_gradient(param)) for param, grad, _ in self.grads_at_unscale
+        both = [
+            (dtensor.local(entry.grad), dtensor.local(entry.holder.grad))
+            for entry in self.grads_at_unscale.values()
+            if entry.holder.grad is not None
         ]
-        both = [(grad, master_grad) for grad, master_grad in masters if master_grad is not None]
-        local = dtensor.local
-        return [local(grad) for grad, _ in both], [local(master_grad) for _, master_grad in both]
+        return [grad for grad, _ in both], [unscaled_grad for _, unscaled_grad in both]
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -282,10 +288,10 @@ class Masters(RefersToOptimizer):
     @uncompiled
     def note_reading(self) -> None:
         """A user reads the masters, perhaps to clip: remember whether they lack gradients."""
-        if self.grads_at_unscale or self._warned_of_reading or not self._makes_masters:
+        if self.grads_at_unscale or self._warned_of_reading:
             return
         for index, param in gradients.present(self.optimizer.param_groups):
-            if needs_master(self.optimizer.param_groups[index], param):
+            if self.needs(self.optimizer.param_groups[index], param):
                 grad: Any = param.grad
                 self.read_early = _GradAtRead(param, weakref.ref(grad), version(grad))
                 return
@@ -323,11 +329,8 @@ class Masters(RefersToOptimizer):
                 unscaled values would underflow to zero.
         """
         for index, param, owner in with_grads:
-            if param.grad.dtype not in gradients.UNDERFLOWING:
-                continue
-            if not (
-                self._makes_masters and needs_master(self.optimizer.param_groups[index], param)
-            ):
+            underflows = param.grad.dtype in gradients.UNDERFLOWING
+            if underflows and not self.needs(self.optimizer.param_groups[index], param):
                 raise RuntimeError(
                     f"the gradient of {owner.name} is "
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
@@ -344,7 +347,8 @@ class Masters(RefersToOptimizer):
             RuntimeError: a parameter has another gradient than ``unscale`` read, or its gradient
                 was written to since.
         """
-        for param, grad, old_version in self.grads_at_unscale:
+        for entry in self.grads_at_unscale.values():
+            param, grad, old_version = entry.param, entry.grad, entry.version
             if param.grad is None:  # the step leaves this parameter unchanged
                 continue
             if param.grad is not grad or (old_version is not None and version(grad) != old_version):
@@ -409,15 +413,6 @@ def _store(param: Tensor, low: Tensor, master: Tensor) -> None:
     top, steps = split_master(dtensor.local(master), own.dtype, 0.5)
     own.copy_(top)
     dtensor.local(low).copy_(steps)
-
-
-def _writable(entry: _GradAtUnscale) -> _GradAtUnscale:
-    """``entry`` with a gradient that can be written in place: a copy of an expanded one."""
-    param, grad, _ = entry
-    if not overlaps_itself(dtensor.local(grad)):
-        return entry
-    param.grad = grad.clone(memory_format=torch.contiguous_format)
-    return entry._replace(grad=param.grad)
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:

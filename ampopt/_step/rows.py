@@ -103,7 +103,7 @@ class RuleRows:
         self.keys: list[tuple[str, ...]] = []
         for p, own_codecs, state in zip(planned, codecs, states, strict=True):
             index, param, owner = p.one
-            holder = masters.holder(groups[index], param) if masters.grads_at_unscale else param
+            holder = masters.holder(index, param) if masters.grads_at_unscale else param
             # After unscale, a gradient can be removed from the parameter or from its master.
             is_absent = param.grad is None or holder.grad is None
             values = None if is_absent else gradients.values_of(holder)
@@ -144,8 +144,7 @@ class RuleRows:
 
     def _is_stepped(self, one: ParamWithGrad, absent: Mapping[int, torch.dtype]) -> bool:
         """Whether a parameter with a master still has the gradient on its master."""
-        group = self._optimizer.param_groups[one.group]
-        holder = self._master_weights.holder(group, one.tensor)
+        holder = self._master_weights.holder(one.group, one.tensor)
         return holder.grad is not None or id(one.tensor) in absent
 
     @cached_property
