@@ -40,6 +40,7 @@ autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # named, not
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"  # so that names of methods fit beside the page
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"ampopt {release}"
@@ -55,7 +56,7 @@ html_theme_options = {
 }
 
 _FILE = re.compile(rf"{re.escape(REPOSITORY)}/blob/main/([^)#]+)(#[^)]*)?(?=\))")
-_RAW = "https://raw.githubusercontent.com/ampopt/ampopt/"
+_PICTURES = "https://raw.githubusercontent.com/ampopt/ampopt/main/examples/"
 _PAGES = {"README.md": "index", "CHANGELOG.md": "changelog", "kernels/RESULTS.md": "results"}
 """Files of the repository that are pages of the site."""
 _NO_SENTENCE = ("```", "|", "#", "!", "<", "- ", "\n")
@@ -63,7 +64,10 @@ _NO_SENTENCE = ("```", "|", "#", "!", "<", "- ", "\n")
 
 
 def _keep_the_version(app: Any, docname: str, source: list[str]) -> None:
-    """Lead links into the repository to the page of this site, or to the file of this version."""
+    """Lead links into the repository to the page of this site, or to the file of this version.
+
+    Pictures are copied to the site.
+    """
     up = "../" * docname.count("/")
 
     def address(link: re.Match[str]) -> str:
@@ -74,7 +78,7 @@ def _keep_the_version(app: Any, docname: str, source: list[str]) -> None:
             return f"{up}scripts.md#{Path(path).name.replace('.', '')}"
         return f"{REPOSITORY}/blob/v{version}/{path}{anchor}"
 
-    source[0] = _FILE.sub(address, source[0]).replace(f"{_RAW}main/", f"{_RAW}v{version}/")
+    source[0] = _FILE.sub(address, source[0]).replace(_PICTURES, up)
 
 
 def _keep_the_version_of_an_included_page(
