@@ -98,18 +98,7 @@ PRINTED = {
     "mat1 and mat2 must have the same dtype, but got Float and Half": [
         "torch.float32 torch.float32"
     ],
-    "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'": [
-        "False",
-        "True",
-    ],
-    "step() has already been called since the last update().": ["4096.0"],
-    "No inf checks were recorded for this optimizer.": ["False True"],
     "Detected call of `lr_scheduler.step()` before `optimizer.step()`": ["[0.1]", "[0.01"],
-    "The source state dict is empty, possibly because it was saved from a disabled instance of "
-    "GradScaler.": ["65536.0"],
-    "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": [
-        "tensor(True)"
-    ],
     "BatchNorm's running_mean is NaN, and so is every evaluation": ["tensor(True) tensor(True)"],
     "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
@@ -117,10 +106,8 @@ PRINTED = {
 
 ON_RANKS = {
     "The script": 2,
-    "DDP": 2,
     "An average of a sharded model": 2,
     "Tensor parallelism": 4,
-    "FSDP1": 2,
     "Pipelines": 2,
     "Micro-batches on many ranks": 2,
     "Groups of your own": 2,
