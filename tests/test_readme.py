@@ -74,7 +74,6 @@ PRINTED = {
     "From torch.amp": ["16384.0 500"],
     "From Megatron": ["5000.0"],
     "From MindSpore": ["4096.0"],
-    "Casts by hand": ["torch.float16 torch.float32"],
     "From NNabla": ["8.0"],
     "From JAX: jmp, flax, optax": ["5000.0"],
     "Closures and replay": ["loss ['weight', 'bias']"],
@@ -112,7 +111,6 @@ ON_RANKS = {
     "Micro-batches on many ranks": 2,
     "Groups of your own": 2,
     "Checkpoints on many ranks": 2,
-    "`fp16_allreduce` and `lars`": 2,
     "verl's loop": 2,
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
