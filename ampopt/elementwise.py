@@ -184,16 +184,16 @@ class ElementwiseOptimizer(Optimizer):
             self.check_step()
             loss = call_closure(closure)
             request = ours.step_request if handoff is None else handoff.request
-            if request is None and (pending := ours.pending) is not None:
+            if request is None and (pending := ours.phase.pending) is not None:
                 request = pending.request
         finally:
             ours.step_request = (
                 None  # the request is for this step alone, even if the closure raised
             )
         if request is None:
-            ours.warn_of_untold_scale()
+            ours.untold_scale.warn()
             request = Request(check=False)
-        decision = ours.runner.step(ours.with_watch_and_causes(request))
+        decision = ours.runner.step(ours.observers.extend(request))
         ours.note_norm(request, decision)
         if handoff is not None:
             handoff.leave_for_scaler(self, decision)
@@ -233,7 +233,7 @@ class ElementwiseOptimizer(Optimizer):
         if not isinstance(rule, Rule):
             raise TypeError(f"run_rule takes an ampopt_kernels.Rule, got {rule!r}")
         ours = self._ampopt
-        ours.refuse_pending("run_rule")
+        ours.phase.refuse_pending("run_rule")
         scale = ours.scale(grads_scaled_by)
         steps = ours.runner.second(rule)
         if steps.checks.need_torch():
@@ -244,7 +244,7 @@ class ElementwiseOptimizer(Optimizer):
             )
         decision = steps.step(request_for(scale))
         next_scale = next_scale_of(scale, decision)
-        ours.mark_stepped(scale, next_scale)
+        ours.phase.mark_stepped(scale, next_scale)
         return Unscaled(ours.flag(decision), next_scale)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ class ElementwiseOptimizer(Optimizer):
                 ``lr`` (which schedules change) is one that the constructor refuses. Nothing has
                 changed then.
         """
-        self._ampopt.refuse_unfinished("load_state_dict")
+        self._ampopt.phase.refuse_unfinished("load_state_dict")
         check_loaded(self, state_dict)
         options_of_groups = [
             {k: group[k] for k in GROUP_OPTIONS if k in group} for group in self.param_groups

@@ -1,7 +1,6 @@
 """``Optimizer``: the base class that gives every optimizer its control points."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
+from ampopt._step.observers import as_loss
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
     @overridable_property
     def pending(self) -> Unscaled | None:
         """The result of the last :meth:`unscale`; ``None`` once a step or the end has followed."""
-        pending = self._ampopt.pending
+        pending = self._ampopt.phase.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.next_scale)
 
     @overridable_property
@@ -181,8 +181,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         ours = self._ampopt
         taken_over = type(self).step_after_unscale is not Optimizer.step_after_unscale
-        if taken_over and ours.pending is not None:
-            return ours.pending.found_inf
+        if taken_over and ours.phase.pending is not None:
+            return ours.phase.pending.found_inf
         flag = ours.skip_flag
         return None if flag is None else flag.to(torch.float32)
 
@@ -206,13 +206,10 @@ class Optimizer(torch.optim.Optimizer):
         """Reset the gradients, as torch does; discard a pending unscale and accumulated sums."""
         ours = self._ampopt
         ours.left_out.note_zero_grad(gradients.params_of(self.param_groups))
-        ours.pending = None
-        ours.accumulation.discard()
-        if ours.has_untold_gradients():
+        ours.phase.discard()
+        if ours.untold_scale.is_in_gradients():
             note_told()
         super().zero_grad(*args, **kwargs)
-        ours.masters.read_early = None
-        ours.masters.drop_gradients()
 
     @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. An error between ``unscale`` or ``accumulate`` and the step."""
-        self._ampopt.refuse_unfinished("state_dict")
+        self._ampopt.phase.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
         if ranks.REPLICATED not in self.defaults:
             for group in state_dict.get("param_groups", ()):  # a wrapper's state may have none
@@ -236,7 +233,7 @@ class Optimizer(torch.optim.Optimizer):
         Differs from torch: each state tensor keeps the dtype that it was saved with, where torch
         casts it to the dtype of its parameter. So saving and loading changes no later step.
         """
-        self._ampopt.refuse_unfinished("load_state_dict")
+        self._ampopt.phase.refuse_unfinished("load_state_dict")
         entries = [group.get(ranks.REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
@@ -246,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. An error between ``unscale`` and the step."""
-        self._ampopt.refuse_unfinished("copying or pickling")
+        self._ampopt.phase.refuse_unfinished("copying or pickling")
         attributes = super().__getstate__()
         if (group := self._ampopt.process_group) is not None:
             attributes["process_group"] = ranks.UnpicklableGroup(group)
@@ -298,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
                 ``NotImplementedError``, a ``step()`` that somebody has written makes the states as
                 it runs, as that of ``LBFGS`` and of most classes that ``extend`` takes.
         """
-        self._ampopt.refuse_unfinished("initialize_states")
+        self._ampopt.phase.refuse_unfinished("initialize_states")
         self._ampopt.make_states()
 
     # --- control points -------------------------------------------------------------------
@@ -343,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
             TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
         """
         ours = self._ampopt
-        ours.refuse_pending("accumulate")
+        ours.phase.refuse_pending("accumulate")
         if drop not in DROPS:
             raise ValueError(f"drop must be one of {', '.join(map(repr, DROPS))}, got {drop!r}")
         if ours.needs_closure:
@@ -388,9 +385,9 @@ class Optimizer(torch.optim.Optimizer):
             TypeError: ``grads_scaled_by`` is not ``None``, a number, a tensor or a ``LossScale``.
         """
         ours = self._ampopt
-        ours.refuse_pending("unscale")
+        ours.phase.refuse_pending("unscale")
         ours.check_step()
-        pending = ours.start_pending(ours.scale(grads_scaled_by))
+        pending = ours.unscale_for_later(ours.scale(grads_scaled_by))
         return Unscaled(pending.found_inf, pending.next_scale)
 
     @uncompiled
@@ -431,15 +428,20 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
-        return _step_scaled_gradients(
-            self,
-            closure,
-            grads_scaled_by,
-            max_norm=max_norm,
-            max_replays=max_replays,
-            preserve_rng=preserve_rng,
-            loss=loss,
-        )
+        if loss is not None:
+            self._ampopt.observers.loss = as_loss(loss)
+        try:
+            return _step_scaled_gradients(
+                self,
+                closure,
+                grads_scaled_by,
+                max_norm=max_norm,
+                max_replays=max_replays,
+                preserve_rng=preserve_rng,
+            )
+        finally:
+            if loss is not None:
+                self._ampopt.observers.loss = None
 
     @uncompiled
     def step_after_unscale(
@@ -484,7 +486,7 @@ class Optimizer(torch.optim.Optimizer):
                 "kept flag and scale, so call step_after_unscale() without an argument"
             )
         ours = self._ampopt
-        ours.refuse_unfinished("step_after_unscale(closure)")
+        ours.phase.refuse_unfinished("step_after_unscale(closure)")
         if current_grad_scale is _REQUIRED:
             raise TypeError(
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
@@ -535,11 +537,10 @@ def _step_scaled_gradients(
     max_replays: int = 100,
     preserve_rng: bool = False,
     write: bool = False,
-    loss: Any = None,
 ) -> StepResult:
     """The method of ``optimizer``; with ``write``, ``p.grad`` is unscaled afterwards."""
     ours = optimizer._ampopt
-    ours.refuse_pending("unscale_and_step")
+    ours.phase.refuse_pending("unscale_and_step")
     scale = ours.scale(grads_scaled_by)
     if max_norm is not None:
         check_max_norm(max_norm)
@@ -560,14 +561,13 @@ def _step_scaled_gradients(
         )
     cycle = ours.accumulation.cycle
     attempt = ours.attempt if cycle is None else ours.attempt_with_sums
-    with nullcontext() if loss is None else ours.with_loss(loss):
-        if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
-            return StepResult(optimizer.step(), ours.flag(None), None)
-        decision, result, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
+        return StepResult(optimizer.step(), ours.flag(None), None)
+    decision, result, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
         ours.warn_without_gradients()
     next_scale = next_scale_of(scale, decision)
-    ours.mark_stepped(scale, next_scale)
+    ours.phase.mark_stepped(scale, next_scale)
     return StepResult(result, ours.flag(decision), next_scale)
 
 
@@ -577,7 +577,7 @@ step_scaled_gradients = uncompiled(_step_scaled_gradients)
 def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     """Step with the gradients of the pending unscale; see :meth:`Optimizer.step_after_unscale`."""
     ours = optimizer._ampopt
-    pending = ours.pending
+    pending = ours.phase.pending
     if pending is None:
         raise RuntimeError(
             "step_after_unscale: nothing is unscaled. Call unscale(grads_scaled_by=scale) "
@@ -598,5 +598,5 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     outcome = ours.attempt(pending.request or Request(check=False))
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.
-    ours.end_pending()
+    ours.phase.end()
     return StepResult(outcome.result, pending.found_inf, pending.next_scale)

@@ -147,8 +147,8 @@ class skip_when:
 
     def remove(self) -> None:
         """Stop skipping steps for these causes."""
-        ours = self.optimizer._ampopt
-        ours.causes = tuple(cause for cause in ours.causes if cause is not self)
+        observers = self.optimizer._ampopt.observers
+        observers.causes = tuple(cause for cause in observers.causes if cause is not self)
 
     def state_dict(self) -> dict[str, list[float]]:
         """The running statistics, for ``torch.load(weights_only=True)``. Synchronizes."""
@@ -249,8 +249,8 @@ class skip_when:
                 "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
             )
         self.optimizer = optimizer
-        ours = optimizer._ampopt
-        ours.causes = (*ours.causes, self)
+        observers = optimizer._ampopt.observers
+        observers.causes = (*observers.causes, self)
 
 
 def _check_limit(name: str, value: Any) -> None:

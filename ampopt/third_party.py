@@ -15,6 +15,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt import optim
+from ampopt._step.descriptors import StrategyAttribute
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.ranks import check_process_group
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
@@ -112,18 +114,48 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     cls = extend(was)
     _refuse_private(cls, optimizer)
     optimizer.__class__ = cls
-    _complete(optimizer, was)
     instance_step: Any = vars(optimizer).get("step")
-    if is_wrapped_by_scheduler(instance_step) and instance_step.__wrapped__ is step:
-        del optimizer.step  # a scheduler's wrapper around the step of the former class
-        _Tracker(optimizer)
-    elif instance_step is not None:
+    is_schedulers = is_wrapped_by_scheduler(instance_step) and instance_step.__wrapped__ is step
+    if instance_step is not None and not is_schedulers:
         # Someone has set a step on the instance, which may call the step of the former class. That
         # step does not read the flag of a scaler.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         optimizer.step = MethodType(following_unscale(instance_step), optimizer)  # type: ignore[method-assign]
         optimizer._ampopt = cls._ampopt.for_another_step().new(optimizer)  # type: ignore[attr-defined]
+    _complete(optimizer, was)
+    if is_schedulers:
+        del optimizer.step  # a scheduler's wrapper around the step of the former class
+        _Tracker(optimizer)
     return cast("Optimizer", optimizer)
+
+
+class ExtendedStep(OrdinaryStep):
+    """The strategy of an extended class, which may use names of ampopt's options for other things.
+
+    Attributes:
+        names_of_theirs: these names.
+    """
+
+    names_of_theirs: frozenset[str] = frozenset()
+    _process_group: Any = None
+
+    @property
+    def skip_by(self) -> str:
+        """See :class:`StepStrategy`."""
+        return "auto" if "skip_by" in self.names_of_theirs else self.optimizer.skip_by
+
+    @property
+    def process_group(self) -> Any:
+        """See :class:`StepStrategy`."""
+        is_theirs = "process_group" in self.names_of_theirs
+        return self._process_group if is_theirs else self.optimizer.process_group
+
+    @process_group.setter
+    def process_group(self, process_group: Any) -> None:
+        if "process_group" in self.names_of_theirs:
+            self._process_group = process_group
+        else:
+            self.optimizer.process_group = process_group
 
 
 class _Tracker(LRScheduler):
@@ -160,13 +192,14 @@ def _extended_class(cls: type) -> type:
         _refuse_private(cls, self)
         _complete(self, cls)
         if group is not None:
-            self._ampopt.decide_with(group)
+            self._ampopt.process_group = group
 
     namespace = {
         "__doc__": cls.__doc__,
         "__init__": __init__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
+        "_ampopt": StrategyAttribute(ExtendedStep),
         "_extends": cls,
         **their_attributes,
     }
@@ -220,12 +253,10 @@ def _complete(optimizer: Any, cls: type) -> None:
     """
     for name in HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
-    theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
-    if theirs not in SKIP_BY:
-        optimizer._ampopt.reserve_name(
-            "skip_by"
-        )  # the other class uses the name for something else
-    extends = getattr(type(optimizer), "_extends", None)
-    if extends and any("process_group" in names for names in (vars(optimizer), dir(extends))):
-        optimizer._ampopt.reserve_name("process_group")
+    if isinstance(optimizer._ampopt, ExtendedStep):
+        skip_by = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
+        has_group = "process_group" in (*vars(optimizer), *dir(cls))
+        optimizer._ampopt.names_of_theirs = frozenset(
+            ["skip_by"] * (skip_by not in SKIP_BY) + ["process_group"] * has_group
+        )
     put_step_hooks(optimizer)  # torch wraps the step of a class when it makes the first instance

@@ -73,7 +73,7 @@ def unscale_and_step(
     uploads = optimizers[0]._ampopt.uploads
     scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
-        optimizer._ampopt.refuse_stepped(scale)
+        optimizer._ampopt.phase.refuse_stepped(scale)
     cycles = [optimizer._ampopt.accumulation.cycle for optimizer in optimizers]
     is_checked = any(cycle is not None and cycle.is_checked for cycle in cycles)
     if scale is None and max_norm is None and not is_checked:
@@ -85,7 +85,7 @@ def unscale_and_step(
         optimizer._ampopt.check_gradients()
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
-        request = optimizer._ampopt.with_watch_and_causes(request)
+        request = optimizer._ampopt.observers.extend(request)
     has_sums = any(cycle is not None for cycle in cycles)
     if has_sums:
         agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
@@ -101,7 +101,7 @@ def unscale_and_step(
         for optimizer in optimizers:
             ours = optimizer._ampopt
             ours.attempt(step)
-            ours.mark_stepped(scale, next_scale)
+            ours.phase.mark_stepped(scale, next_scale)
             ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
@@ -134,7 +134,7 @@ def _end_cycles(
     For an optimizer that has not accumulated, the sums are the gradients in ``p.grad``.
     """
     sums = [optimizer._ampopt.accumulation for optimizer in optimizers]
-    wide = [optimizer._ampopt.takes_wide_sums for optimizer in optimizers]
+    wide = [not optimizer._ampopt.needs_torch() for optimizer in optimizers]
     decision = accumulated_step.end_cycles(sums, request, agreement, device, wide=wide)
     for each in sums:
         each.unhook()
@@ -233,7 +233,7 @@ def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
                 f"{name} needs a closure, which several optimizers cannot share: call its own "
                 "unscale_and_step(closure, grads_scaled_by=scale)"
             )
-        optimizer._ampopt.refuse_pending("unscale_and_step of several optimizers")
+        optimizer._ampopt.phase.refuse_pending("unscale_and_step of several optimizers")
         optimizer._ampopt.check_step()
     _refuse_shared(optimizers)
     return optimizers

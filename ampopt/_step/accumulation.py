@@ -410,10 +410,10 @@ def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             "accumulated"
         )
     if undo_state_initialization(optimizer):
-        ours.refuse_unfinished("a step of torch.distributed.checkpoint, to make states")
+        ours.phase.refuse_unfinished("a step of torch.distributed.checkpoint, to make states")
     ours.check_step()
-    ours.warn_of_untold_scale()
-    ours.start_pending(None)
+    ours.untold_scale.warn()
+    ours.unscale_for_later(None)
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:

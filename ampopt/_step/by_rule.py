@@ -156,16 +156,6 @@ class RuleRunner(RefersToOptimizer):
         }
         self._plan_with(absent, needs_agreement=False)
 
-    def check_gradients(self) -> None:
-        """Raise for gradients that no step can use, before anything changes."""
-        with_grads = gradients.params_with_grads(self.optimizer.param_groups)
-        self.checks.warn_of_float16(self.rule, ((index, p) for index, p, _ in with_grads))
-        if self.checks.need_torch():
-            self.checks.check_dtypes(gradients.params_of(self.optimizer.param_groups))
-            self.masters.check_float16(with_grads)
-        else:
-            self.checks.check_plannable(self.rule)
-
     def convert_states(self) -> None:
         """Convert loaded states as a step would. States that a step refuses stay as they are."""
         optimizer, rule, states = self.optimizer, self.rule, []
@@ -272,13 +262,8 @@ class RuleStep(StepStrategy):
             step: ``ElementwiseOptimizer.step`` without hooks, which passes :attr:`step_request` to
                 ``runner``.
         """
-        super().__init__(
-            optimizer,
-            runner.masters,
-            runner.uploads,
-            step_has_collectives=runner.rule.averages is not None,
-        )
-        self.runner, self._step = runner, step
+        super().__init__(optimizer, runner, step_has_collectives=runner.rule.averages is not None)
+        self._step = step
 
     @property
     def skip_policy(self) -> SkipPolicy:
@@ -298,21 +283,9 @@ class RuleStep(StepStrategy):
                 self.step_request = None
         else:
             with torch.no_grad():
-                self.note_norm(request, self.runner.step(self.with_watch_and_causes(request)))
+                self.note_norm(request, self.runner.step(self.observers.extend(request)))
             mark_as_called(optimizer)
         return StepOutcome(self.runner.decision)
-
-    def check_step(self) -> None:
-        """See :class:`StepStrategy`."""
-        self.optimizer.check_step()
-
-    def needs_torch(self) -> bool:
-        """See :class:`StepStrategy`."""
-        return self.runner.checks.need_torch()
-
-    def make_states(self) -> None:
-        """See :class:`StepStrategy`."""
-        self.runner.make_states()
 
     @torch.no_grad()
     def check_closure_gradients(self, request: Request) -> Decision | None:
@@ -323,7 +296,7 @@ class RuleStep(StepStrategy):
                 check=False, found_inf=_skip_flag(decision), earlier_decision=decision
             )
             return decision
-        check_request = replace(self.with_watch_and_causes(request), max_norm=None)
+        check_request = replace(self.observers.extend(request), max_norm=None)
         with_grads = gradients.params_with_grads(self.optimizer.param_groups)
         decision = check_and_unscale_params(
             with_grads,
@@ -349,11 +322,14 @@ class RuleStep(StepStrategy):
 
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
-        self.runner.check_gradients()
-
-    def snapshot(self) -> None:
-        """``None``: the step evaluates the closure before it updates anything."""
-        return None
+        optimizer, checks = self.optimizer, self.runner.checks
+        with_grads = gradients.params_with_grads(optimizer.param_groups)
+        checks.warn_of_float16(self.runner.rule, ((index, p) for index, p, _ in with_grads))
+        if checks.need_torch():
+            checks.check_dtypes(gradients.params_of(optimizer.param_groups))
+            self.masters.check_float16(with_grads)
+        else:
+            checks.check_plannable(self.runner.rule)
 
     @property
     def decision_of_step(self) -> Decision | None:

@@ -7,13 +7,15 @@ evaluation and pass it to :func:`_step_with_replays`.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.observers import as_loss
 from ampopt._step.replay import Replay, Verdict
 from ampopt.loss_scale.arguments import (
     check_bool,
@@ -28,6 +30,8 @@ from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.decision import Decision
 
 __all__ = ["call_closure", "step_with_closure", "step_with_unscaling_closure"]
+
+_NO_LOSS = "closure must return the unscaled loss, a number or a one-element tensor"
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:
@@ -65,7 +69,7 @@ def step_with_closure(
         The loss of the last evaluation, whether it overflowed, and the next scale.
     """
     ours = optimizer._ampopt
-    ours.refuse_unfinished("unscale_and_step(closure)")
+    ours.phase.refuse_unfinished("unscale_and_step(closure)")
     checks = first_scale is not None or max_norm is not None
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
@@ -77,7 +81,7 @@ def step_with_closure(
                 "let the backward passes add gradients up in p.grad, all under the scale that the "
                 "closure takes"
             )
-        if ours.pending is not None:
+        if ours.phase.pending is not None:
             raise RuntimeError(
                 "the closure of unscale_and_step must leave the gradients scaled, but called "
                 "unscale; a closure that unscales belongs to step_after_unscale(closure, "
@@ -85,10 +89,9 @@ def step_with_closure(
             )
         if not checks:
             return loss, lambda: (None, None, None)
-        _check_loss(loss)
+        ours.observers.loss = as_loss(loss, _NO_LOSS)
 
         def verdict() -> tuple[Any, Any, Decision | None]:
-            ours.set_loss(loss)
             decision = ours.check_closure_gradients(
                 request_for(scale, max_norm=max_norm, write=write)
             )
@@ -126,7 +129,7 @@ def step_with_unscaling_closure(
         The loss of the last evaluation, whether it overflowed, and the next scale.
     """
     ours = optimizer._ampopt
-    if ours.causes:
+    if ours.observers.causes:
         raise RuntimeError(
             "step_after_unscale(closure) does not work with skip_when: the closure would be "
             "evaluated again after such a skip, though a smaller scale does not help. Use "
@@ -138,7 +141,7 @@ def step_with_unscaling_closure(
         try:
             result = closure(now)
         except Exception:
-            if agreement is not None and ours.pending is None:
+            if agreement is not None and ours.phase.pending is None:
                 # in the all-reduce of the others' unscale
                 agreement.join_without_gradients(ours.decision_device)
             raise
@@ -147,15 +150,16 @@ def step_with_unscaling_closure(
                 "the closure of step_after_unscale must return (loss, found_inf, scale), got "
                 f"{type(result).__name__}: return (loss, *optimizer.unscale(scale))"
             )
-        if ours.pending is None and now is not None:
+        if ours.phase.pending is None and now is not None:
             raise RuntimeError(
                 "the closure of step_after_unscale must call unscale(grads_scaled_by=scale) "
                 "after the backward pass; a closure that leaves gradients scaled belongs to "
                 "unscale_and_step"
             )
-        decision, ours.pending = ours.pending and ours.pending.decision, None
-        _check_verdict(*result)
-        ours.set_loss(result[0])
+        decision = ours.phase.pending and ours.phase.pending.decision
+        ours.phase.pending = None
+        ours.observers.loss = as_loss(result[0], _NO_LOSS)
+        _check_verdict(*result[1:])
         return result[0], lambda: (*result[1:], decision)
 
     return _step_with_replays(
@@ -203,14 +207,18 @@ def _step_with_replays(
             ours.check_gradients()  # an error here is still all-reduced to the other ranks
         return loss, verdict
 
+    def offenders() -> Iterator[str]:
+        scale = None if ours.step_request is None else ours.step_request.scale
+        return gradients.offenders(groups, scale, ours.masters.holder)
+
     replay = Replay(
         evaluate_and_check,
         rounded(first_scale),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
         devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
-        offenders=ours.offenders,
-        discard=ours.discard,
+        offenders=offenders,
+        discard=ours.observers.discard,
         meet=None
         if agreement is None
         else functools.partial(agreement.closures, ours.decision_device, max_replays),
@@ -219,11 +227,11 @@ def _step_with_replays(
         with ours.restored_on_failure(replay.restore_rng):
             loss = _call_step(optimizer.step, replay)
     finally:
-        ours.loss = None
-    ours.mark_argument_stepped(first_scale, replay.next_scale)
-    ours.mark_argument_stepped(replay.scale, replay.next_scale)
+        ours.observers.loss = None
+    ours.phase.mark_stepped(first_scale, replay.next_scale)
+    ours.phase.mark_stepped(replay.scale, replay.next_scale)
     found_inf = ours.no_overflow() + float(replay.overflowed)
-    if ours.causes and ours.decision_of_step is not None:
+    if ours.observers.causes and ours.decision_of_step is not None:
         found_inf = found_inf + ours.decision_of_step.found_inf
     return StepResult(loss, as_flag(found_inf, reports_of(replay.found_inf)), replay.next_scale)
 
@@ -270,33 +278,13 @@ def _check_closure(closure: Any) -> None:
         ) from None
 
 
-def _check_loss(loss: Any) -> None:
-    """Check the loss that a closure returned.
+def _check_verdict(found_inf: Any, scale: Any) -> None:
+    """Check what a closure returned as ``found_inf`` and ``scale``.
 
     Raises:
-        TypeError: ``loss`` is neither a number nor a tensor of one element.
-    """
-    if isinstance(loss, Tensor):
-        if loss.numel() == 1:
-            return
-        what = f"a tensor of shape {tuple(loss.shape)}"
-    elif isinstance(loss, (int, float)):
-        return
-    else:
-        what = type(loss).__name__
-    raise TypeError(
-        f"closure must return the unscaled loss, a number or a one-element tensor, got {what}"
-    )
-
-
-def _check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
-    """Check the ``(loss, found_inf, scale)`` that a closure returned.
-
-    Raises:
-        TypeError: one of the three has the wrong type.
+        TypeError: one of them has the wrong type.
         ValueError: ``scale`` is a number, but not a positive, finite one.
     """
-    _check_loss(loss)
     flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1
     if not flag and not isinstance(found_inf, (bool, int, float)):
         raise TypeError(

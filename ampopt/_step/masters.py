@@ -250,6 +250,7 @@ class Masters(RefersToOptimizer):
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
+        self.read_early = None
         for entry in self.grads_at_unscale.values():
             entry.holder.grad = None
         self.grads_at_unscale = {}

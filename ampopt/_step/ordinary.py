@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleRunner
-from ampopt._step.masters import Masters
 from ampopt._step.snapshot import Snapshot
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -33,9 +32,8 @@ class OrdinaryStep(StepStrategy):
         _decision: the decision of a control point, while its step and hooks run; else ``None``.
         _around: the decision of a scaler's step, or of a closure, until the post-hooks run.
         _decision_of_step: what :attr:`decision_of_step` returns to post-hooks: ``_decision``, else
-            ``_around``.
-        _followed_unscale: whether the last plain ``step()`` has followed a pending unscale, so that
-            its post-hooks, which run after it, read its flag.
+            ``_around``. ``None`` while the step itself runs: fused optimizers of torch skip if they
+            find ``found_inf``, and must not find ours.
         _follows_nothing: whether a plain ``step()`` runs that was told of no scale, for
             :meth:`step_is_over` to warn of.
     """
@@ -66,18 +64,14 @@ class OrdinaryStep(StepStrategy):
                 optimizer.
         """
         super().__init__(
-            optimizer,
-            Masters(optimizer, makes_masters=False) if runner is None else runner.masters,
-            {} if runner is None else runner.uploads,
-            step_has_collectives=step_has_collectives and not own_step,
+            optimizer, runner, step_has_collectives=step_has_collectives and not own_step
         )
-        self.runner = runner
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
         self._decision: Decision | None = None
         self._around: Decision | None = None
         self._decision_of_step: Decision | None = None
-        self._followed_unscale = self._follows_nothing = False
+        self._follows_nothing = False
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
@@ -109,7 +103,6 @@ class OrdinaryStep(StepStrategy):
             step: the function to call, if step hooks already run around this call.
         """
         self.check_step()
-        self._followed_unscale &= step is not None
         decision = self.unscale(request)
         self._decision = decision or request.earlier_decision
         self._decision_of_step = None
@@ -137,16 +130,18 @@ class OrdinaryStep(StepStrategy):
         """
         if self._decision is not None:
             return None
-        if has_closure and self.pending is not None:
-            self.refuse_pending("step(closure)")
-        request = None if self.pending is None else self.pending.request
-        self._followed_unscale = request is not None
+        pending = self.phase.pending
+        if has_closure and pending is not None:
+            self.phase.refuse_pending("step(closure)")
+            pending = self.phase.pending
+        request = None if pending is None else pending.request
         self._follows_nothing = request is None
+        self._decision_of_step = None
         return request
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients are unscaled in place."""
-        if self.causes:
+        if self.observers.causes:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step(closure) cannot be skipped once it has "
                 "evaluated the closure, as skip_when needs: step without a closure, with "
@@ -158,29 +153,24 @@ class OrdinaryStep(StepStrategy):
     @contextmanager
     def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
         """See :class:`StepStrategy`. The decision of a step that raised is dropped."""
-        try:
-            with super().restored_on_failure(restore_rng):
+        snapshot = Snapshot(self.optimizer, shared_keys=self._never_written)
+        with super().restored_on_failure(restore_rng):
+            try:
                 yield
-        finally:
-            self._around = None
+            except BaseException:
+                snapshot.restore()
+                raise
+            finally:
+                self._around = None
 
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
         self.masters.check_float16(gradients.params_with_grads(self.optimizer.param_groups))
 
-    def check_step(self) -> None:
-        """See :class:`StepStrategy`."""
-        if self.runner is not None:
-            self.optimizer.check_step()
-
-    def needs_torch(self) -> bool:
-        """See :class:`StepStrategy`."""
-        return self.runner is None or self.runner.checks.need_torch()
-
     def make_states(self) -> None:
         """See :class:`StepStrategy`."""
         if self.runner is not None:
-            self.runner.make_states()
+            super().make_states()
         elif self._make_state is None:
             raise NotImplementedError(
                 f"initialize_states: the step() of {type(self.optimizer).__name__} makes its "
@@ -191,33 +181,18 @@ class OrdinaryStep(StepStrategy):
                 if param.requires_grad:
                     self._make_state(self.optimizer, param)
 
-    def snapshot(self) -> Snapshot:
-        """See :class:`StepStrategy`."""
-        return Snapshot(self.optimizer, shared_keys=self._never_written)
-
     @property
     def decision_of_step(self) -> Decision | None:
         """See :class:`StepStrategy`."""
         return self._decision_of_step
 
-    @property
-    def skip_flag(self) -> Tensor | None:
-        """See :class:`StepStrategy`.
-
-        ``None`` while the step itself runs: fused optimizers of torch skip if they find
-        ``found_inf``, and must not find ours. ``None`` as well in a step of a scaler, which sets
-        its own attribute.
-        """
-        is_shown = self._decision is not None or self._followed_unscale
-        return self._decision_of_step.skip if is_shown and self._decision_of_step else None
-
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""
-        self.end_pending()
+        self.phase.end()
         if self._follows_nothing:
             # Not before the step: that of a wrapper calls a control point of the inner optimizer.
             self._follows_nothing = False
-            self.warn_of_untold_scale()
+            self.untold_scale.warn()
         self._decision_of_step = self._around if self._decision is None else self._decision
         self._around = None
 

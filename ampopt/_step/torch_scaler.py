@@ -113,7 +113,8 @@ def take_handoff(
             handoff.found_inf = agreement.flag(handoff.found_inf, device)
         return handoff
     # The scaler has all-reduced its flag. Under a scale below 1, an unscale can overflow.
-    if scale is None or ours.causes or ours.watch is not None or not backend_for(device).host_sees:
+    is_observed = ours.observers.causes or ours.observers.watch is not None
+    if scale is None or is_observed or not backend_for(device).host_sees:
         return handoff
     handoff.is_final = 1.0 <= scale.item() < float("inf")
     return handoff
@@ -121,7 +122,7 @@ def take_handoff(
 
 def _refuse_second_unscale(optimizer: Any) -> None:
     """Raise if an unscale is pending: the scaler that steps ``optimizer`` unscales as well."""
-    if optimizer._ampopt.pending is not None:
+    if optimizer._ampopt.phase.pending is not None:
         raise RuntimeError(
             f"unscale() of this {type(optimizer).__name__} was called, and the scaler would "
             "unscale its gradients a second time. Call step_after_unscale() in place of "
@@ -207,7 +208,7 @@ def following_unscale(step: Callable[..., Any]) -> Callable[..., Any]:
 def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
     """The request of a plain ``step(*args, **kwargs)``; see :meth:`OrdinaryStep.plain_request`."""
     if {"found_inf", "grad_scale"} <= vars(optimizer).keys():  # of a scaler, for the step to read
-        if optimizer._ampopt.pending is not None:
+        if optimizer._ampopt.phase.pending is not None:
             del optimizer.found_inf, optimizer.grad_scale
             _refuse_second_unscale(optimizer)
         return None
@@ -218,7 +219,7 @@ def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 @uncompiled
 def _end_pending(optimizer: Any) -> None:
     """Forget the unscaled gradients or sums: this step has used them."""
-    optimizer._ampopt.end_pending()
+    optimizer._ampopt.phase.end()
 
 
 @uncompiled

@@ -314,7 +314,7 @@ class GradScaler(scheduled.ScheduledScaler):
                     scale = scheduled.with_settings(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
-                record.holder._ampopt.pending = None
+                record.holder._ampopt.phase.pending = None
         # If this iteration had no steps, those of the last.
         self._stepped_records = self._last_steps()
         self._records = []
@@ -459,7 +459,7 @@ class GradScaler(scheduled.ScheduledScaler):
         inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
         if group is not None and isinstance(inner, Optimizer):
             if inner._ampopt.process_group is None:
-                inner._ampopt.decide_with(group)
+                inner._ampopt.process_group = group
         self._records.append(Record(optimizer, optimizer.param_groups, scale, group))
         return self._records[-1]
 
@@ -497,7 +497,7 @@ def _has_control_points(optimizer: Any) -> bool:
 
 def _pending(optimizer: Any) -> Any:
     """The pending unscale of an ampopt optimizer; ``None`` if there is none."""
-    return optimizer._ampopt.pending if isinstance(optimizer, Optimizer) else None
+    return optimizer._ampopt.phase.pending if isinstance(optimizer, Optimizer) else None
 
 
 def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:

@@ -42,7 +42,8 @@ class StepRecord:
         self._last: dict[str, Tensor] = {}
         self._watch_numbers: dict[str, float] = {}
         self._hooks = [optimizer.register_step_post_hook(self._note)]
-        self._watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
+        ours = getattr(optimizer, "_ampopt", None)
+        self._watch = None if ours is None else ours.observers.watch
         if self._watch is not None:
             self._hooks.append(self._watch.log_to(self._store))
 

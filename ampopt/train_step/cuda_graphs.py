@@ -226,7 +226,7 @@ class CapturedSteps:
             coefficients=decision.coefficients_on_device.clone(),
             scaled_by=None if scale is None else scale._value,
         )
-        with ours.with_loss(loss):
+        with ours.observers.with_loss(loss):
             run_step_hooks(optimizer)
         reports = () if decision is None else [report.copy() for report in decision.reports]
         return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
@@ -295,8 +295,8 @@ class CapturedSteps:
 
     def _records(self) -> tuple[Any, ...]:
         """The watch and the skip conditions that a step runs now."""
-        ours = self._optimizer._ampopt
-        return ours.watch, *ours.causes
+        observers = self._optimizer._ampopt.observers
+        return observers.watch, *observers.causes
 
     def _hyper_tensors(self) -> list[Tensor]:
         """The hyperparameters that are tensors, which the graph reads where they are."""

@@ -361,7 +361,7 @@ class TrainStep:
         if self._on_overflow == "replay":
             return self.update(scale, evaluate)
         loss = evaluate(scale)
-        with self.optimizer._ampopt.with_loss(loss):
+        with self.optimizer._ampopt.observers.with_loss(loss):
             result = self.update(scale)
         return StepResult(loss, result.found_inf, result.scale)
 

@@ -93,8 +93,8 @@ class Watch:
                 "ampopt.patch_optimizer(optimizer)"
             )
         check_count("last", last)
-        ours = optimizer._ampopt
-        if ours.watch is not None:
+        observers = optimizer._ampopt.observers
+        if observers.watch is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} is watched already: use its watch, or close() "
                 "that watch first"
@@ -116,13 +116,13 @@ class Watch:
         self._to_log: deque[tuple[Callable[[dict[str, Any]], Any], Reading]] = deque()
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
-        ours.watch = self
+        observers.watch = self
 
     def close(self) -> None:
         """Stop recording. The watch can still be read; waits until pending logs are written."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = self.optimizer._ampopt.watch = None
+            self._hook = self.optimizer._ampopt.observers.watch = None
             self._write_logs(wait=True)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ class Watch:
         if decision is not None:
             check = decision.earlier_decision or decision
             norm = decision.norm if check.norm is None else check.norm
-            loss = self.optimizer._ampopt.loss
+            loss = self.optimizer._ampopt.observers.loss
             values = (decision.skip, check.cause, check.scaled_by, norm, loss)
             attempt = RecordedStep(number, *values)
             measured_decision = check if check.measured else decision

@@ -466,4 +466,4 @@ def test_wrong_arguments_are_refused():
         ampopt.skip_when.like("llm.c", optimizer)
     with pytest.raises(TypeError, match="overrides"):
         ampopt.skip_when.like("olmo", optimizer, norm=1.0)
-    assert optimizer._ampopt.causes == ()
+    assert optimizer._ampopt.observers.causes == ()

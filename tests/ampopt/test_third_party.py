@@ -613,6 +613,15 @@ def test_attributes_of_their_class_keep_their_meaning(name, on_class, patched):
     assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
 
 
+def test_attributes_of_an_instance_with_a_step_of_its_own_keep_their_meaning():
+    optimizer: Any = Sign(some_params())
+    optimizer.skip_by, optimizer.step = ["theirs"], optimizer.step
+    patch_optimizer(optimizer)
+    set_gradients(optimizer, float("inf"), 1.0)
+    assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
+    assert optimizer.skip_by == ["theirs"]
+
+
 def test_attributes_of_a_constructor_that_was_not_called_are_added():
     class NeverConstructed(Sign):
         def __init__(self, params: Any) -> None:

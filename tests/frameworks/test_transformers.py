@@ -203,7 +203,8 @@ def test_a_prepared_trainer_counts_steps_that_happened_and_logs_skips(tmp_path):
     # It falls linearly, to 0 after six steps.
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.05 * skips / 6)
     inner = trainer.optimizer.optimizer
-    assert not inner._ampopt.pending and len(inner._optimizer_step_post_hooks) == 1  # the gate's
+    assert not inner._ampopt.phase.pending
+    assert len(inner._optimizer_step_post_hooks) == 1  # the gate's
 
 
 def test_a_gate_that_it_was_given_is_kept_and_a_watch_is_logged(tmp_path):

@@ -246,7 +246,7 @@ class NoHooks(OwnHooks):
     def step_after_unscale(self, closure=None, *args, **keywords):
         pending = self.pending
         if closure is None and pending is not None and pending.found_inf > 0:
-            self._ampopt.end_pending()
+            self._ampopt.phase.end()
             return ampopt.StepResult(None, *pending)
         return super().step_after_unscale(closure, *args, **keywords)
 
@@ -265,7 +265,7 @@ class GrowsOnNothing(OwnHooks):
         found_inf, scale = super().unscale(grads_scaled_by)
         if scale is grads_scaled_by and isinstance(scale, ampopt.DynamicLossScale):
             scale = scale.next(0.0)
-            self._ampopt.pending = replace(self._ampopt.pending, next_scale=scale)
+            self._ampopt.phase.pending = replace(self._ampopt.phase.pending, next_scale=scale)
         return ampopt.Unscaled(found_inf, scale)
 
 
@@ -296,7 +296,7 @@ class EpsilonFirst(OwnHooks):
 )
 class Twice(Plain):
     def step_after_unscale(self, closure=None, *args, **keywords):
-        pending = self._ampopt.pending
+        pending = self._ampopt.phase.pending
         if closure is None and pending is not None and pending.scale is not None:
             scale = float(pending.scale.value)
             for group in self.param_groups:
@@ -556,7 +556,7 @@ class KeepsPending(Plain):
 @planted("lets gradients be unscaled twice", "calls_out_of_order_are_refused")
 class UnscalesAgain(Plain):
     def unscale(self, grads_scaled_by=None):
-        self._ampopt.pending = None
+        self._ampopt.phase.pending = None
         return super().unscale(grads_scaled_by)
 
 

@@ -431,7 +431,7 @@ def refused(
     with pytest.raises(error, match=match):
         call()
     assert everything(optimizer) == before
-    assert optimizer._ampopt.pending is None
+    assert optimizer._ampopt.phase.pending is None
     if not ran:
         for group in optimizer.param_groups:
             assert all(p.grad is None for p in group["params"])

@@ -350,7 +350,7 @@ ONE_RANK_CALLS: dict[str, Any] = {
         lambda scale: torch.ones(()), grads_scaled_by=2.0
     ),
     "several": lambda optimizer: ampopt.unscale_and_step([optimizer], 2.0),
-    "reading": lambda optimizer: optimizer._ampopt.watch.gather(),
+    "reading": lambda optimizer: optimizer._ampopt.observers.watch.gather(),
 }
 """The methods of an optimizer that all-reduce, and the collective that reads a watch."""
 

@@ -270,7 +270,7 @@ def test_a_gradient_on_another_device(cls, call):
     with pytest.raises(RuntimeError, match=match):
         call(optimizer)
     assert (everything(optimizer), bits(params[0].grad)) == before
-    assert optimizer._ampopt.pending is None
+    assert optimizer._ampopt.phase.pending is None
 
 
 @both_backends
@@ -328,7 +328,7 @@ def test_float16_gradients_cannot_be_unscaled_in_place(cls):
     with pytest.raises(RuntimeError, match="gradient of narrow is float16.*unscale_and_step"):
         optimizer.unscale(grads_scaled_by=2.0)
     assert (everything(optimizer), bits([p.grad for p in params])) == before
-    assert optimizer._ampopt.pending is None
+    assert optimizer._ampopt.phase.pending is None
 
 
 # --- hyperparameters ------------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""The phase of an optimizer between two calls, and which calls it allows.
+
+An optimizer is in one of three phases::
+
+               accumulate()
+       idle ----------------> accumulating
+         |                         |
+         +-----------+-------------+
+                     | unscale()
+                     v
+                  pending
+
+*Accumulating* means that sums of gradients wait for a step, *pending* that gradients are unscaled
+and no step has used them yet. Every step, and ``zero_grad``, returns to *idle*.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt._step.accumulation import Accumulation
+from ampopt._step.masters import Masters
+from ampopt.loss_scale.base import AnyScale
+from ampopt_kernels.decision import Decision, Request
+
+__all__ = ["Pending", "Phase"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The result of an ``unscale`` that no step has followed yet.
+
+    Attributes:
+        found_inf: float32 flag, more than 0 if a gradient was inf or NaN; what ``unscale``
+            returned.
+        scale: the loss scale that was passed to ``unscale``; ``None`` for gradients without a
+            scale.
+        next_scale: the next loss scale, which ``unscale`` returned.
+        decision: the result of the check; ``None`` if there was nothing to check, or no gradient.
+        gradients: each parameter that had a gradient, and a weak reference to that gradient.
+    """
+
+    found_inf: Tensor
+    scale: AnyScale | None
+    next_scale: Any
+    decision: Decision | None
+    gradients: tuple[tuple[Tensor, weakref.ref[Any]], ...]
+
+    @property
+    def request(self) -> Request | None:
+        """The request of the step that follows; ``None`` if it has no overflow flag to follow."""
+        if self.decision is None:
+            return None
+        return Request(
+            check=False,
+            found_inf=self.found_inf,
+            drop=self.scale is None or self.scale.drop_overflow_update,
+            earlier_decision=self.decision,
+        )
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether there were gradients, and no parameter has one now."""
+        params = [param for param, _ in self.gradients]
+        return bool(params) and all(param.grad is None for param in params)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a parameter still has the gradient that was unscaled, and not another one."""
+        return any(param.grad is not None and param.grad is ref() for param, ref in self.gradients)
+
+
+class Phase:
+    """The phase of one optimizer, and the scales that it has stepped with.
+
+    Attributes:
+        accumulation: the sums of gradients. *Accumulating*: its ``cycle`` is not ``None``.
+    """
+
+    def __init__(self, accumulation: Accumulation, masters: Masters) -> None:
+        """Start *idle*.
+
+        Args:
+            accumulation: see the class.
+            masters: the master weights, which have the unscaled gradients while one is pending.
+        """
+        self.accumulation, self._masters = accumulation, masters
+        self._pending: Pending | None = None
+        self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    # --- pending ----------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> Pending | None:
+        """The result of an unscale that no step has followed yet; else ``None``.
+
+        An unscale whose gradients have all been cleared since, as ``model.zero_grad()`` does, is
+        over.
+        """
+        if self._pending is not None and self._pending.is_cleared:
+            self._drop()
+        return self._pending
+
+    @pending.setter
+    def pending(self, pending: Pending | None) -> None:
+        """Set or forget the result; gradients stay as they are."""
+        self._pending = pending
+
+    def start(
+        self,
+        groups: list[dict[str, Any]],
+        found_inf: Tensor,
+        scale: AnyScale | None,
+        next_scale: Any,
+        decision: Decision | None,
+    ) -> Pending:
+        """The gradients of ``groups`` have been unscaled; for the other arguments see Pending."""
+        grads = tuple(
+            (param, weakref.ref(grad)) for _, param, grad in gradients.with_groups(groups)
+        )
+        self._pending = Pending(found_inf, scale, next_scale, decision, grads)
+        return self._pending
+
+    # --- the way back to idle ---------------------------------------------------------------------
+
+    def end(self) -> None:
+        """A step has used the unscaled gradients, or the sums."""
+        if self.accumulation.swapped_in:
+            self.accumulation.restore_gradients()
+        if (pending := self._pending) is not None:
+            self.mark_stepped(pending.scale, pending.next_scale)
+            self._pending = None
+
+    def discard(self) -> None:
+        """Drop the unscaled gradients and the sums, as ``zero_grad`` does."""
+        self._pending = None
+        self.accumulation.discard()
+        self._masters.drop_gradients()
+
+    def _drop(self) -> None:
+        """Forget an unscale whose gradients are gone, and what it has put on masters."""
+        self._pending = None
+        self._masters.drop_gradients()
+        self.accumulation.restore_gradients(keep_present=True)
+
+    # --- what is allowed now ----------------------------------------------------------------------
+
+    def refuse_pending(self, call: str) -> None:
+        """Raise, naming ``call``, if an unscale is pending.
+
+        If other gradients have replaced all that were unscaled, as a new backward pass after
+        ``model.zero_grad()`` does, or there were none, as on a rank without gradients, the unscale
+        is over instead. A step uses such gradients: they may have been edited out of place.
+        """
+        if self._pending is None:
+            return
+        if not self._pending.is_left:
+            self._drop()
+            return
+        raise RuntimeError(
+            f"{call}: an unscale is pending. Call step_after_unscale() first, to step with the "
+            "unscaled gradients (if a scaler has unscaled them, scaler.step(optimizer)), or "
+            "zero_grad() to discard them"
+        )
+
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise, naming ``call``, if an unscale is pending or sums wait."""
+        self.refuse_pending(call)
+        if self.accumulation.cycle is not None:
+            raise RuntimeError(
+                f"{call}: accumulate() was called, and no step has used the sums yet. Call "
+                "unscale_and_step() first, or zero_grad() to discard them"
+            )
+
+    def refuse_stepped(self, scale: AnyScale | None) -> None:
+        """Raise if an earlier step has used ``scale``, and its kind changes with each step."""
+        if scale is not None and scale._generation in self._stepped_with:
+            raise RuntimeError(
+                f"this {type(scale).__name__} was used by an earlier step: every control point "
+                "returns the scale to use next, so assign it, as in `_, _, scale = "
+                "optimizer.unscale_and_step(grads_scaled_by=scale)`"
+            )
+
+    def mark_stepped(self, scale: Any, next_scale: Any) -> None:
+        """Record that a step has used ``scale``, unless the next scale is the same object.
+
+        Args:
+            scale: the scale, as the caller passed it or as :class:`AnyScale`.
+            next_scale: what the caller gets.
+        """
+        generation = getattr(scale, "_generation", None)
+        if generation is not None and next_scale is not scale:
+            self._stepped_with.add(generation)

@@ -1,0 +1,54 @@
+"""Warns of a step that is told of no scale, though a loss was multiplied by one."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from ampopt._step import gradients
+from ampopt._step.descriptors import RefersToOptimizer
+from ampopt.loss_scale.base import LossScale, host_may_read
+from ampopt.loss_scale.scalings import scalings, untold_scale
+
+__all__ = ["UntoldScale"]
+
+
+class UntoldScale(RefersToOptimizer):
+    """Whether the gradients of one optimizer seem to have a scale that no control point knows.
+
+    The losses that were scaled before the optimizer was made do not concern it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Store a weak reference to ``optimizer``."""
+        super().__init__(optimizer)
+        self._scalings_before = scalings()
+        self._warned = False
+
+    def is_in_gradients(self) -> bool:
+        """Whether gradients seem to have a scale that no control point was told of.
+
+        Does not synchronize: a scale on an accelerator counts as one, even if it is 1.
+        """
+        scale = untold_scale(self._scalings_before)
+        optimizer: Any = self.optimizer
+        if scale is None or type(optimizer)._ampopt.has_own_control_points:
+            return False
+        if not gradients.present(optimizer.param_groups):
+            return False
+        number = scale._host_number if isinstance(scale, LossScale) else scale
+        return not host_may_read(number) or number != 1.0
+
+    def warn(self) -> None:
+        """Warn, once, of a step without a scale, if its gradients seem to have one."""
+        if not self._warned and self.is_in_gradients():
+            self._warned = True
+            warnings.warn(
+                "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
+                f"{type(self.optimizer).__name__} was stepped by step(), or unscale_and_step() "
+                "without grads_scaled_by, which use the gradients as they are: scale times too "
+                "large. Call unscale_and_step(grads_scaled_by=scale) instead. If the gradients "
+                "are those of another loss, ignore this",
+                RuntimeWarning,
+                stacklevel=4,
+            )
