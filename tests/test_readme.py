@@ -40,7 +40,6 @@ PRINTED = {
         "['square'] torch.Size([2, 1])",
     ],
     "Langevin dynamics, random numbers": ["1.2"],
-    "Schedule-free SGD, modes": ["[0.2500, 1.7500]"],
     "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
@@ -92,13 +91,10 @@ PRINTED = {
     ],
     "Attempting to unscale FP16 gradients.": ["0.0"],
     "A second backward pass through the same graph": ["True"],
-    "unscale_() has already been called on this optimizer since the last update().": ["False"],
     "mat1 and mat2 must have the same dtype, but got Float and Half": [
         "torch.float32 torch.float32"
     ],
-    "Detected call of `lr_scheduler.step()` before `optimizer.step()`": ["[0.1]", "[0.01"],
     "BatchNorm's running_mean is NaN, and so is every evaluation": ["tensor(True) tensor(True)"],
-    "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
 """What the block under each heading prints, and says that it prints."""
 
