@@ -12,7 +12,6 @@ from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import check_like, kind_of
-from ampopt._step.masters import needs_master
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -28,6 +27,7 @@ from ampopt.options import (
     PARAM_ROUNDING,
     STATE_BITS,
     has_masters,
+    needs_master,
 )
 from ampopt.results import Unscaled
 from ampopt_kernels.decision import Request

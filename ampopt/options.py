@@ -27,6 +27,7 @@ __all__ = [
     "has_masters",
     "is_stochastic",
     "master_bits",
+    "needs_master",
     "rounds_stochastically",
     "show_options",
     "show_torch_signature",
@@ -207,6 +208,11 @@ def state_bits(group: Mapping[str, Any]) -> int:
 def is_stochastic(group: Mapping[str, Any]) -> bool:
     """Whether ``group`` rounds bfloat16 parameters without master weights stochastically."""
     return group.get(PARAM_ROUNDING, "nearest") == "stochastic"
+
+
+def needs_master(group: Mapping[str, Any], param: torch.Tensor) -> bool:
+    """Whether ``param`` of ``group`` has a master."""
+    return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
 
 
 def rounds_stochastically(group: Mapping[str, Any], param: torch.Tensor) -> bool:

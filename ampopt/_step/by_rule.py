@@ -17,15 +17,15 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import flag_all_reduce
 from ampopt._step.checks import Checks
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import kind_of
-from ampopt._step.masters import Masters, needs_master
+from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rows import keys_of
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import codecs_of, dtype_of_states
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
@@ -166,12 +166,9 @@ class RuleRunner(RefersToOptimizer):
                     continue
                 with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
                     self.checks.check_states(rule, index, [position])
-                    flags = rule.flag_values(group, kind_of(group, param))
-                    codecs = codecs_of(rule, flags, group, param)
-                    has_master = needs_master(group, param)
-                    own = dtype_of_states(group, param, has_master=has_master)
-                    convert(rule, state, param, flags, codecs, own)
-                    if any(codecs):
+                    declared = DeclaredStates.of(rule, group, param)
+                    convert(declared, state)
+                    if any(declared.codecs):
                         keys_of(optimizer, param, place)
                     states.append(state)
         widen_scalars(rule, states)
@@ -180,10 +177,8 @@ class RuleRunner(RefersToOptimizer):
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor
     ) -> dict[str, Any]:
         """A copy of ``state``, with the states of ``param`` that a first step would add."""
-        state, rule = state.copy(), self.rule
-        flags = rule.flag_values(group, kind_of(group, param))
-        codecs = codecs_of(rule, flags, group, param)
-        complete(rule, group, state, param, flags, codecs, self._complete_state)
+        state = state.copy()
+        complete(DeclaredStates.of(self.rule, group, param), state, self._complete_state)
         return state
 
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
@@ -224,10 +219,8 @@ class RuleRunner(RefersToOptimizer):
         if self._torch_needs_state:
             for index, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
-                    group = optimizer.param_groups[index]
-                    flags = rule.flag_values(group, kind_of(group, param))
-                    codecs = codecs_of(rule, flags, group, param)
-                    state_of(optimizer, rule, group, param, flags, codecs, self._complete_state)
+                    declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
+                    state_of(optimizer, declared, self._complete_state)
         decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
         # Without hooks: those of the class run around our step already.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.hyperparameters import Variant, Variants, check_numbers, kind_of
-from ampopt._step.masters import needs_master
+from ampopt._step.hyperparameters import Variant, Variants, check_numbers
 from ampopt._step.rule_state import is_complete
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
+from ampopt._step.small_states import KEYS, codes_key, scale_key
 from ampopt._step.state_checks import CheckedParam, WrittenTensors, check_memory, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
@@ -28,6 +28,7 @@ from ampopt.options import (
     check_state_bits,
     has_masters,
     is_stochastic,
+    needs_master,
     state_bits,
 )
 from ampopt_kernels import rules
@@ -165,8 +166,9 @@ class Checks(RefersToOptimizer):
                 written += [(owner.name, key, state[key]) for key in variant.keys]
             else:
                 planned.append(PlannedParam(one, variant, None))
-                params_to_check.append(self._checked_param(rule, group, param, owner.name))
-        written += check_states(rule, params_to_check)
+                declared = DeclaredStates.of(rule, group, param)
+                params_to_check.append(CheckedParam(owner.name, state, declared))
+        written += check_states(params_to_check)
         stepped_ids = {id(one.tensor) for one in stepped_params}
         others: WrittenTensors = [
             (gradients.name_at(group, index, position), None, param)
@@ -176,16 +178,6 @@ class Checks(RefersToOptimizer):
         ]
         check_memory(written, others)
         return planned, variants
-
-    def _checked_param(
-        self, rule: Rule, group: dict[str, Any], param: Tensor, name: str
-    ) -> CheckedParam:
-        """Return what the state of ``param``, called ``name`` in messages, is checked against."""
-        flags = rule.flag_values(group, kind_of(group, param))
-        state, has_master = self.optimizer.state.get(param, {}), needs_master(group, param)
-        return CheckedParam(
-            name, param, state, flags, has_master, codecs_of(rule, flags, group, param)
-        )
 
     def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
         """Raise for invalid states of some parameters of a group.
@@ -201,11 +193,12 @@ class Checks(RefersToOptimizer):
         """
         group, params_to_check = self.optimizer.param_groups[index], []
         for position in positions:
-            name = gradients.name_at(group, index, position)
+            name, param = gradients.name_at(group, index, position), group["params"][position]
+            declared = DeclaredStates.of(rule, group, param)
             params_to_check.append(
-                self._checked_param(rule, group, group["params"][position], name)
+                CheckedParam(name, self.optimizer.state.get(param, {}), declared)
             )
-        check_memory(check_states(rule, params_to_check))
+        check_memory(check_states(params_to_check))
 
     def remember_dtypes(self) -> None:
         """Record the dtype of each parameter, to detect a model that is cast later."""
@@ -246,13 +239,12 @@ class Checks(RefersToOptimizer):
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            flags = rule.flag_values(group, kind_of(group, param))
-            pairs = zip(rule.state_for(flags), codecs_of(rule, flags, group, param), strict=True)
-            coded_states = {part for part, codec in pairs if codec is not None}
+            declared = DeclaredStates.of(rule, group, param)
+            codecs = declared.by_codec
             states = [
                 part
-                for part in rule.tensor_state_for(flags)
-                if part.dtype in (None, torch.float16) and part not in coded_states
+                for part in declared.tensors
+                if part.dtype in (None, torch.float16) and codecs.get(part) is None
             ]
             if states:
                 self._warned_of_float16 = True

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step.masters import needs_master
-from ampopt.options import GROUP_OPTIONS
+from ampopt.options import GROUP_OPTIONS, needs_master
 from ampopt_kernels.rule import Kind, Rule
 
 __all__ = [

@@ -23,7 +23,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
-from ampopt.options import has_masters, master_bits
+from ampopt.options import has_masters, master_bits, needs_master
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
@@ -31,7 +31,7 @@ from ampopt_kernels.rule import MASTER
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["Masters", "full_master", "needs_low_bits", "needs_master"]
+__all__ = ["Masters", "full_master", "needs_low_bits"]
 
 
 @dataclass
@@ -372,11 +372,6 @@ class Masters(RefersToOptimizer):
         if self._makes_masters:
             for group in filter(has_masters, self.optimizer.param_groups):
                 yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
-
-
-def needs_master(group: dict[str, Any], param: Tensor) -> bool:
-    """Whether ``param`` of ``group`` has a master."""
-    return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
 
 
 def needs_low_bits(group: dict[str, Any], param: Tensor) -> bool:

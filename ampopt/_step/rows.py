@@ -11,14 +11,15 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.checks import PlannedParam
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.gradients import ParamWithGrad
-from ampopt._step.masters import Masters, needs_low_bits, needs_master
+from ampopt._step.masters import Masters, needs_low_bits
 from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt._step.torch_private import is_flattened_by_fsdp1
-from ampopt.options import rounds_stochastically
+from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Places
@@ -89,7 +90,8 @@ class RuleRows:
         for ((index, param, _), variant, state), own_codecs in zip(planned, codecs, strict=True):
             if state is None:
                 group, flags = groups[index], variant.flags
-                state = state_of(optimizer, rule, group, param, flags, own_codecs, complete_state)
+                declared = DeclaredStates(rule, group, param, flags, own_codecs)
+                state = state_of(optimizer, declared, complete_state)
             states.append(state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         self.stepped_params: list[ParamWithGrad] = [p.one for p in planned]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ampopt._step import small_states
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.hyperparameters import Variant
 from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
-from ampopt_kernels.codecs import Codec
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
@@ -70,61 +70,43 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
 
 
 def state_of(
-    optimizer: Any,
-    rule: Rule,
-    group: dict[str, Any],
-    param: Tensor,
-    flags: tuple[bool, ...],
-    codecs: Sequence[Codec | None],
-    complete_state: StateCompleter | None,
+    optimizer: Any, declared: DeclaredStates, complete_state: StateCompleter | None
 ) -> dict[str, Any]:
-    """The state of ``param``, with missing states created, and others converted by :func:`convert`.
+    """The state of a parameter, as :func:`complete` leaves it.
 
     Present states have passed :func:`ampopt._step.state_checks.check_states`.
     """
-    if not rule.all_state_for(flags):
-        return optimizer.state.get(param, {})  # like torch, add no empty state
-    state = optimizer.state[param]
-    complete(rule, group, state, param, flags, codecs, complete_state)
+    if not (declared.tensors or declared.scalars):
+        return optimizer.state.get(declared.param, {})  # like torch, add no empty state
+    state = optimizer.state[declared.param]
+    complete(declared, state, complete_state)
     return state
 
 
 def complete(
-    rule: Rule,
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    flags: tuple[bool, ...],
-    codecs: Sequence[Codec | None],
-    complete_state: StateCompleter | None,
+    declared: DeclaredStates, state: dict[str, Any], complete_state: StateCompleter | None
 ) -> None:
     """Convert the values in ``state``, and add missing ones as they are before the first step.
 
     Args:
-        rule: the update rule.
-        group: the param group of ``param``.
-        state: the state of ``param``; changed in place.
-        param: the parameter.
-        flags: the flags of the rule for ``param``.
-        codecs: the codec of each elementwise state, or ``None``.
+        declared: the states that the rule declares for the parameter.
+        state: its state; changed in place.
         complete_state: see :data:`StateCompleter`.
     """
-    master = state.get(MASTER)
-    own = small_states.dtype_of_states(group, param, has_master=master is not None)
-    scalars = rule.scalar_state_for(flags)
-    small_states.restore_names(state, rule.state)
+    group, param, scalars = declared.group, declared.param, declared.scalars
+    small_states.restore_names(state, declared.rule.state)
     if scalars and complete_state is not None:
         complete_state(state)
-    convert(rule, state, param, flags, codecs, own)
-    of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
-    for part in rule.tensor_state_for(flags):
+    convert(declared, state)
+    master, dtype, codecs = state.get(MASTER), declared.dtype or param.dtype, declared.by_codec
+    for part in declared.tensors:
         if state.get(part.name) is None:
             initial = None if part.init == PARAM else _initial(part, group)
-            if (codec := of_states.get(part)) is not None:
+            if (codec := codecs.get(part)) is not None:
                 small_states.add(state, part, param, codec, initial)
                 continue
             like = param if master is None or initial is not None else full_master(param, master)
-            state[part.name] = _new_state(part, like, _dtype_of(part, own or param.dtype), initial)
+            state[part.name] = _new_state(part, like, _dtype_of(part, dtype), initial)
     scalar_values = [state[part.name] for part in scalars if state.get(part.name) is not None]
     wide = torch.float64 in (
         [value.dtype for value in scalar_values] or [torch.get_default_dtype()]
@@ -136,25 +118,17 @@ def complete(
             state[part.name] = value.fill_(_initial(part, group))
 
 
-def convert(
-    rule: Rule,
-    state: dict[str, Any],
-    param: Tensor,
-    flags: tuple[bool, ...],
-    codecs: Sequence[Codec | None],
-    own: torch.dtype | None,
-) -> None:
+def convert(declared: DeclaredStates, state: dict[str, Any]) -> None:
     """Convert values of ``state`` that a step cannot use: loaded from torch, or with other options.
 
-    A tensor state for which the rule declares no dtype gets the dtype ``own``; see
-    :func:`ampopt._step.small_states.dtype_of_states`. How many bits a state is kept in is decided
-    by ``codecs``, not by what was loaded.
+    A tensor state for which the rule declares no dtype gets :attr:`DeclaredStates.dtype`. How many
+    bits a state is kept in is decided by the codecs, not by what was loaded.
     """
-    of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
-    for part in rule.tensor_state_for(flags):
+    param, own, codecs = declared.param, declared.dtype, declared.by_codec
+    for part in declared.tensors:
         if (value := state.get(part.name)) is None:
             continue
-        if small_states.convert_to_codec(state, part, param, of_states.get(part)):
+        if small_states.convert_to_codec(state, part, param, codecs.get(part)):
             continue
         value = state[part.name]
         has_declared_form = own is None and part.dtype is None and part.shape is None
@@ -169,7 +143,7 @@ def convert(
         if overlaps_itself(dtensor.local(value)):
             value = value.clone(memory_format=torch.contiguous_format)
         state[part.name] = value
-    for part in rule.scalar_state_for(flags):
+    for part in declared.scalars:
         if (value := state.get(part.name)) is not None:
             state[part.name] = _scalar(value, part.dtype or _loaded_dtype(value), param.device)
 

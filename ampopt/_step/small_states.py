@@ -33,7 +33,6 @@ __all__ = [
     "codecs_of",
     "codes_key",
     "convert_to_codec",
-    "dtype_of_states",
     "full_precision",
     "has_codes",
     "is_large",
@@ -121,17 +120,6 @@ def codecs_of(
     if rounds_stochastically(group, param):
         bits = min(bits, 16)
     return rule.codecs_for(flags, bits)
-
-
-def dtype_of_states(
-    group: Mapping[str, Any], param: Tensor, *, has_master: bool
-) -> torch.dtype | None:
-    """The dtype of states in full precision; ``None`` for any, at first the parameter's.
-
-    It is float32 beside a master, and where the parameter is rounded stochastically: rounded to
-    nearest, such states would lose small changes.
-    """
-    return torch.float32 if has_master or rounds_stochastically(group, param) else None
 
 
 def stored_codec(part: State, codes: Tensor) -> Codec:

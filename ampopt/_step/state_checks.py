@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ampopt._step import small_states
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS
-from ampopt_kernels.codecs import Codec
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.rule import MASTER, State
 from ampopt_kernels.tensors import (
     address_range,
     all_have_memory,
@@ -38,29 +38,22 @@ __all__ = [
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-_PLAIN = (Tensor, torch.nn.Parameter)
 _WITH_ADDRESSES = ("cpu", "cuda", "xpu")
 """Device types whose ``data_ptr`` is an address in bytes."""
 
 
 class CheckedParam(NamedTuple):
-    """A parameter that a step updates, and what its state is checked against.
+    """A parameter whose state is checked.
 
     Attributes:
         name: the name of the parameter in messages.
-        param: the parameter.
         state: its state; an empty dict before the first step.
-        flags: the flags of the rule for the parameter.
-        has_master: whether the parameter has a master.
-        codecs: the codec of each elementwise state, or ``None``.
+        declared: the states that the rule declares for it.
     """
 
     name: str
-    param: Tensor
     state: Any
-    flags: tuple[bool, ...]
-    has_master: bool
-    codecs: tuple[Codec | None, ...]
+    declared: DeclaredStates
 
 
 WrittenTensors = list[tuple[str, str | None, Tensor]]
@@ -72,15 +65,14 @@ tensor.
 """
 
 
-def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
-    """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
+def check_states(params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
+    """Raise for states, masters included, that are not what a rule declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
     scalar of another dtype or device, and a state whose own elements overlap in memory: these do
     not raise.
 
     Args:
-        rule: the rule.
         params_to_check: the parameters whose states to check.
 
     Returns:
@@ -93,16 +85,17 @@ def check_states(rule: Rule, params_to_check: Iterable[CheckedParam]) -> Written
     """
     written: WrittenTensors = []
     for one in params_to_check:
-        _check_state(rule, one)
-        keys = [MASTER] * one.has_master
-        for part in rule.tensor_state_for(one.flags):
+        _check_state(one)
+        name, state, declared = one
+        keys = [MASTER] * declared.has_master
+        for part in declared.tensors:
             keys.append(part.name)
-            if one.state.get(part.name) is not None and small_states.has_codes(one.state, part):
+            if state.get(part.name) is not None and small_states.has_codes(state, part):
                 keys.append(small_states.scale_key(part.name))
-        keys += (KEYS, *(part.name for part in rule.scalar_state_for(one.flags)))
-        written.append((one.name, None, one.param))
-        states = ((key, one.state.get(key)) for key in keys)
-        written += ((one.name, key, state) for key, state in states if isinstance(state, Tensor))
+        keys += (KEYS, *(part.name for part in declared.scalars))
+        written.append((name, None, declared.param))
+        states = ((key, state.get(key)) for key in keys)
+        written += ((name, key, value) for key, value in states if isinstance(value, Tensor))
     return written
 
 
@@ -150,34 +143,25 @@ def check_memory(
             )
 
 
-def _check_state(rule: Rule, one: CheckedParam) -> None:
+def _check_state(one: CheckedParam) -> None:
     """Check the state of one parameter, but for the memory that it shares with others."""
-    name, param, state, flags, has_master, codecs = one
-    small_states.check_whole_blocks(name, param, codecs)
+    name, state, declared = one
+    param = declared.param
+    small_states.check_whole_blocks(name, param, declared.codecs)
     if not isinstance(state, dict):
         raise TypeError(
             f"the state of {name} is a {type(state).__name__}, and must be a dict of its states: "
             "delete it (del optimizer.state[p]) to start with a new state"
         )
-    if has_master and (master := state.get(MASTER)) is not None:
+    if declared.has_master and (master := state.get(MASTER)) is not None:
         check_master(name, param, master)
-    shape, dtype, device = param.shape, param.dtype, param.device
-    for part in rule.tensor_state_for(flags):
+    for part in declared.tensors:
         if (value := state.get(part.name)) is None:
             continue
-        # A fast path: most states are plain tensors of the shape and dtype of their parameter.
-        plain = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
-        if not (
-            plain
-            and value.shape == shape
-            and value.dtype == dtype
-            and value.device == device
-            and value.layout == torch.strided
-        ):
-            _check_tensor(name, param, part.name, value, part)
+        _check_tensor(name, param, part.name, value, part)
         if small_states.has_codes(state, part):
             small_states.check_codes(_state_name(part.name, name), state, part, param)
-    for part in rule.scalar_state_for(flags):
+    for part in declared.scalars:
         _check_scalar(name, part.name, state.get(part.name))
     _check_scalar(name, KEYS, state.get(KEYS))
 

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step.masters import needs_master
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.options import RuleOptions, state_bits
+from ampopt.options import RuleOptions, needs_master, state_bits
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]

@@ -7,8 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 import ampopt
-from ampopt._step.hyperparameters import kind_of
-from ampopt._step.small_states import codecs_of
+from ampopt._step.declared_states import DeclaredStates
 from ampopt.testing.blueprints import History
 from ampopt.testing.claims import Claims, invariant, storing
 from ampopt.testing.scaling import finite
@@ -59,10 +58,8 @@ def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
     for group in trained.optimizer.param_groups:
         for param in group["params"]:
             i = next(i for i, own in enumerate(trained.params) if own is param)
-            flags = rule.flag_values(group, kind_of(group, param))
-            codecs = codecs_of(rule, flags, group, param)
-            pairs = zip(rule.state_for(flags), codecs, strict=True)
-            states += [(i, (part, codec)) for part, codec in pairs if codec is not None]
+            codecs = DeclaredStates.of(rule, group, param).by_codec
+            states += [(i, (part, codec)) for part, codec in codecs.items() if codec is not None]
     return states
 
 
