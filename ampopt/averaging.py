@@ -38,28 +38,24 @@ def averaged(
         ...  # in each step, after the optimizer's:
         average.update_parameters(model)
 
-    A skipped step leaves averages, buffers and ``n_averaged`` bitwise the same. Other steps, of any
-    kind, average as torch does: bitwise with a ``decay``, within rounding without. Does not
-    synchronize if model and average are on one device; torch's does, twice. State dicts are
-    torch's.
-
-    Only the last step counts: two calls after one step count the parameters twice, and a call every
-    n steps is a no-op if the last of the n was skipped. See also :doc:`/guides/whole_loop`, and
-    :doc:`/guides/many_ranks` for a model under ``fully_shard``, which cannot be copied.
+    Results are torch's: bitwise with a ``decay``, within rounding without. State dicts are torch's.
+    Does not synchronize if model and average are on one device; torch's does, twice. Trap: two
+    calls after one step count the parameters twice, and a call every n steps is a no-op if the last
+    of the n was skipped. See also :doc:`/guides/whole_loop`, and :doc:`/guides/many_ranks` for a
+    model under ``fully_shard``.
 
     Args:
         model: the model to copy and to average.
-        optimizer: the optimizer of the parameters; or several, in which case the call is a no-op
-            only if each optimizer that has stepped skipped its last step.
+        optimizer: the optimizer of the parameters; or several: then the call is a no-op only if
+            each optimizer that has stepped skipped its last step.
         decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean.
         device: the device of the average; ``None`` for that of the model.
         avg_fn: ``avg_fn(averaged, value, n_averaged)`` returns the new average of one parameter, in
-            place of ``decay``. Unlike torch's, it is called for the first step and for skipped
-            steps too, and the result is discarded on the device. For a ``DTensor`` it gets the
-            local shard, for a complex tensor the real view.
+            place of ``decay``. It is called in the first step and in skipped steps, too, whose
+            results are discarded. It gets the local shard of a ``DTensor``, and the real view of a
+            complex tensor.
         multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes the new averages into
-            the tensors of the list ``averaged``, all of one device and dtype; otherwise as
-            ``avg_fn``.
+            the list ``averaged`` of tensors of one device and dtype; otherwise as ``avg_fn``.
         use_buffers: whether to average the buffers too; otherwise they are copied.
 
     Raises:

@@ -37,8 +37,8 @@ _looks_away = False
 def set_backend(name: str) -> None:
     """Choose the backend of all optimizers, from their next step on.
 
-    Until the first call, the environment variable ``AMPOPT_BACKEND`` chooses it, as it is when it
-    is first needed; without that it is ``"auto"``.
+    Until the first call, the environment variable ``AMPOPT_BACKEND`` chooses the backend. It is
+    read when a backend is first needed, and its default is ``"auto"``.
 
     Args:
         name: the backend, one of these four.

@@ -79,25 +79,20 @@ class ElementwiseOptimizer(Optimizer):
 
     Stepping, scaling, skipping, replay, clipping and state are inherited. With a torch optimizer as
     a second base class, its constructor is used. No control point synchronizes, except with a
-    closure.
-
-    Parameters are float32, float64, float16, bfloat16, complex64 or complex128. Arithmetic is
-    float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter; step
-    counts are 0-d tensors on its device. ``unscale_and_step`` leaves ``p.grad`` scaled and
-    unclipped.
+    closure. Parameters are float32, float64, float16, bfloat16, complex64 or complex128; arithmetic
+    is float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter;
+    step counts are 0-d tensors on its device.
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
-    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted; a ``step`` that a
-    subclass overrides is rolled back or synchronizes: to refuse a step, override
+    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted. If a subclass
+    overrides ``step``, a step is rolled back, or synchronizes: to refuse a step, override
     :meth:`check_step`.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
-    :doc:`/guides/precision`, :doc:`/guides/less_memory` (``state_bits``, ``master_bits``),
-    :doc:`/guides/how_a_step_runs` and :doc:`/guides/how_ranks_agree`.
+    :doc:`/guides/precision` and :doc:`/guides/less_memory` (``state_bits``, ``master_bits``).
 
     Attributes:
-        rule: the update. Assigning another rule, to the class or an instance, takes effect at the
-            next step.
+        rule: the update; may be assigned, to the class or an instance, between steps.
     """
 
     rule: ClassVar[Rule]
@@ -278,19 +273,19 @@ class ElementwiseOptimizer(Optimizer):
         """Load a state of this or of torch's optimizer, without loss of digits.
 
         States that a step would convert, such as a count that is a Python number, are converted
-        now, so that a skipped step changes no dtype. A state that no step can use, such as one of a
-        shape that does not fit its parameter, is refused at the next step.
+        now, so that a skipped step changes no dtype. A state that no step can use, for example one
+        whose shape does not fit its parameter, is refused at the next step.
 
-        Whether there are master weights, how parameters are rounded, and how many bits a state or a
-        master has, is decided by this optimizer, not by the checkpoint: states of more bits are
-        rounded to nearest. Masters are converted at the next step, when the parameters are loaded
-        too.
+        This optimizer, and not the checkpoint, decides whether there are master weights, how
+        parameters are rounded, and how many bits a state or a master has. States that have more
+        bits are rounded to nearest. Masters are converted at the next step, when the parameters are
+        loaded too.
 
         Raises:
             TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
                 Nothing has changed then.
-            ValueError: ``state_dict`` is that of something else, or a hyperparameter other than
-                ``lr`` (which schedules change) is one that the constructor refuses. Nothing has
+            ValueError: ``state_dict`` is not of such an optimizer, or has a hyperparameter that the
+                constructor refuses (``lr``, which schedules change, is not checked). Nothing has
                 changed then.
         """
         self._ampopt.phase.refuse_unfinished("load_state_dict")
@@ -322,8 +317,8 @@ class ElementwiseOptimizer(Optimizer):
         master as ``master_param_codes``, so that no other program takes them for values.
 
         If a parameter has a master, but not yet the states of its rule, these are saved with their
-        initial values, because torch takes a parameter with any state to be complete. If the master
-        equals the parameter, nothing is saved for it; that comparison synchronizes.
+        initial values, because torch expects a parameter to have all of its states, or none. If the
+        master equals the parameter, nothing is saved for it; that comparison synchronizes.
         """
         state_dict = super().state_dict()
         states = state_dict["state"]

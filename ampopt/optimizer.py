@@ -52,17 +52,14 @@ class Optimizer(torch.optim.Optimizer):
     skipped step leaves parameters, states and random-number generators bitwise unchanged. Calls in
     a wrong order raise a ``RuntimeError`` that names the call to make first.
 
-    A step by a rule (:class:`ampopt.ElementwiseOptimizer`) never synchronizes, and an ordinary
-    ``step()`` does as ``skip_by`` says; a closure synchronizes once in each evaluation.
-    ``found_inf.item()`` and ``scale.item()`` wait for the device.
-
-    Not detected, because a gradient does not show its scale: a step with another scale than the
-    loss was multiplied by, and two steps after one backward pass. The class is not thread-safe.
+    A step by a rule (:class:`ampopt.ElementwiseOptimizer`) never synchronizes; a closure does, once
+    in each evaluation, and so may an ordinary ``step()`` (``skip_by``). Traps: a step with another
+    scale than the loss was multiplied by, and two steps after one backward pass, raise no error.
+    Not thread-safe.
 
     See also :doc:`/guides/states_of_an_optimizer` (order of calls, ``p.grad`` after each),
-    :doc:`/guides/what_a_skip_undoes`, :doc:`/guides/what_waits`, :doc:`/guides/loss_scales`,
-    :doc:`/guides/grad_scaler`, :doc:`/guides/your_own_optimizer` (``skip_by``) and
-    :doc:`/guides/how_ranks_agree`.
+    :doc:`/guides/what_a_skip_undoes`, :doc:`/guides/what_waits`, :doc:`/guides/how_ranks_agree` and
+    :doc:`/guides/your_own_optimizer` (``skip_by``).
 
     Attributes:
         grad_norm: the global 2-norm of the unscaled gradients, before clipping, in the last
@@ -71,10 +68,10 @@ class Optimizer(torch.optim.Optimizer):
         skip_by: how an ordinary ``step()`` is skipped on an accelerator: ``"host"``,
             ``"transaction"``, ``"step"``, or ``"auto"``. Set it on the class, or before the first
             step.
-        process_group: the ``torch.distributed.ProcessGroup`` of ranks that skip together and clip
-            by one norm, if they hold different ordinary tensors (pipelines, experts, shards made by
-            hand). All make the same calls. Without it they diverge at the first overflow, without
-            an error. DDP without closures, ``DTensor`` parameters and FSDP1 do not need it.
+        process_group: the ``torch.distributed.ProcessGroup`` of ranks that hold different ordinary
+            tensors (pipelines, experts, shards made by hand), and have to skip together; without
+            it, they silently diverge at the first overflow. DDP without closures, ``DTensor``
+            parameters and FSDP1 do not need it.
     """
 
     skip_by: str = "auto"
@@ -267,16 +264,15 @@ class Optimizer(torch.optim.Optimizer):
     def initialize_states(self) -> None:
         """Make every state that a first step makes, without a step.
 
-        For code that loads a checkpoint into states that exist, as a strict load by
-        ``torch.distributed.checkpoint`` does. ``state_dict`` then has what a skipped first step
-        with gradients of all parameters would leave: the initial values, of the right dtype and
-        sharding, also of master weights, step counts, codes and random keys, for every parameter
-        that requires a gradient. States that exist, parameters, gradients and random generators
-        stay as they are. Does not synchronize. With ``DTensor`` parameters, all ranks call it.
+        For code that loads a checkpoint into existing states, such as a strict load by
+        ``torch.distributed.checkpoint``. Every parameter that requires a gradient gets its states,
+        master weight, step count, codes and random key, with initial values, in the right dtype and
+        sharding, as a skipped first step would leave them. Existing states, parameters, gradients
+        and random generators stay as they are. Does not synchronize. With ``DTensor`` parameters,
+        all ranks call it.
 
-        torch's way, a step with learning rate 0 and gradients of zero, which
-        ``get_state_dict`` of ``torch.distributed.checkpoint`` takes if there is no state yet,
-        advances step counts and averages.
+        Without it, ``get_state_dict`` of ``torch.distributed.checkpoint`` takes a step with
+        learning rate 0 and gradients of zero, which advances step counts and averages.
 
         Example:
             >>> optimizer = ampopt.AdamW(model.parameters(), master_weights=True)
@@ -291,9 +287,9 @@ class Optimizer(torch.optim.Optimizer):
             ... )
 
         Raises:
-            RuntimeError: between ``unscale`` or ``accumulate`` and the step; or, as a
-                ``NotImplementedError``, a ``step()`` that somebody has written makes the states as
-                it runs, as that of ``LBFGS`` and of most classes that ``extend`` takes.
+            RuntimeError: between ``unscale`` or ``accumulate`` and the step.
+            NotImplementedError: a ``step()`` that is written by hand makes the states as it runs,
+                as in ``LBFGS`` and in most classes that ``extend`` takes.
         """
         self._ampopt.phase.refuse_unfinished("initialize_states")
         self._ampopt.make_states()
@@ -305,39 +301,34 @@ class Optimizer(torch.optim.Optimizer):
     def accumulate(self, grads_scaled_by: Any = None, *, drop: str = "window") -> Unscaled:
         """Divide the gradients by the scale, add them to float32 sums, and clear them.
 
-        Use it for losses with different scales, for float32 sums of half-precision gradients, and
-        to drop a micro-batch that overflowed; otherwise let ``backward()`` add up gradients. Call
-        it after each micro-batch but the last. The control point or plain :meth:`step` that follows
-        adds ``p.grad`` to the sums, and steps with them or skips. Does not synchronize.
+        For losses with different scales, as below, for float32 sums of half-precision gradients,
+        and to drop a micro-batch that overflowed. The next control point or plain :meth:`step` adds
+        ``p.grad`` to the sums, and steps with them or skips. Does not synchronize::
 
-        Example, two losses, so that an overflow of one does not lower the scale of the other:
-            >>> scale_outputs(loss_a, scale_a).backward()
-            >>> _, scale_a = optimizer.accumulate(grads_scaled_by=scale_a)
-            >>> scale_outputs(loss_b, scale_b).backward()
-            >>> _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
+            scale_outputs(loss_a, scale_a).backward()
+            _, scale_a = optimizer.accumulate(grads_scaled_by=scale_a)
+            scale_outputs(loss_b, scale_b).backward()
+            _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
 
-        On several ranks all make the same calls, with gradients or without. An optimizer cannot
-        detect ``no_sync()`` of ``DistributedDataParallel``, under which the sums are never
-        averaged: do not use it. See also :doc:`/guides/accumulation`.
+        On several ranks all make the same calls. Do not use ``no_sync()`` of
+        ``DistributedDataParallel``, under which the sums are never averaged: an optimizer cannot
+        detect it. See also :doc:`/guides/accumulation`.
 
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from. With ``None`` the
                 returned ``found_inf`` is 0; the step still finds inf and NaN, if any call has a
                 scale.
-            drop: what an overflow discards. ``"window"``: all sums, so that the step is skipped.
-                ``"micro_batch"``: the gradients of this call; the step is skipped if no micro-batch
-                is left or the sum overflows. The scale is lowered in both cases.
+            drop: what an overflow discards: ``"window"`` all sums, so that the step is skipped;
+                ``"micro_batch"`` the gradients of this call. Either lowers the scale.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. Ignore
-            this scale if one scale serves all calls: the step returns the next one.
+            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale; ignore
+            the scale if all calls share one, since the step returns the next one.
 
         Raises:
-            RuntimeError: an unscale is pending; an earlier step has used the scale; the step cannot
-                use these gradients; ranks disagree, which discards the sums.
-            ValueError: as for :meth:`unscale`; ``drop`` is unknown, or not that of the calls
-                before.
-            TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
+            RuntimeError, ValueError, TypeError: as for :meth:`unscale`; also, ranks disagree, which
+                discards the sums; ``drop`` is unknown, or differs from that of earlier calls; a
+                gradient is sparse; the optimizer needs a closure.
         """
         ours = self._ampopt
         ours.phase.refuse_pending("accumulate")
@@ -405,16 +396,16 @@ class Optimizer(torch.optim.Optimizer):
 
         Synchronizes with a closure, and as an ordinary ``step()`` does (:attr:`skip_by`). A rule
         leaves ``p.grad`` scaled and unclipped: to read gradients, call :meth:`unscale`. See also
-        :doc:`/guides/states_of_an_optimizer` and :doc:`/guides/closures`.
+        :doc:`/guides/closures`.
 
         Args:
             closure: ``closure(scale) -> loss``: zeroes the gradients, calls
-                ``scale_outputs(loss, scale).backward()``, returns the unscaled loss. After an
+                ``scale_outputs(loss, scale).backward()``, and returns the unscaled loss. After an
                 overflow it is called again with a smaller scale; no step is skipped.
             grads_scaled_by: the scale of the loss; with a closure, the first to try. ``None`` steps
                 unchecked. Pass it by name.
             max_norm: the global 2-norm to clip to; ``inf`` only measures :attr:`grad_norm`.
-            max_replays: how often each evaluation of a closure is repeated before the call fails.
+            max_replays: how often each evaluation of a closure may be repeated.
             preserve_rng: whether replays start from the random state of the first attempt.
             loss: without a closure, the unscaled loss (one element; on several ranks, their mean),
                 for :class:`ampopt.skip_when` and :class:`ampopt.Watch`.
@@ -458,8 +449,8 @@ class Optimizer(torch.optim.Optimizer):
         not checked again: a NaN that the edit made is applied.
 
         Args:
-            closure: ``closure(scale) -> (loss, found_inf, scale)``: does what the closure of
-                :meth:`unscale_and_step` does, then unscales, and ends with ``return (loss,
+            closure: ``closure(scale) -> (loss, found_inf, scale)``: the same as for
+                :meth:`unscale_and_step`, except that it ends with ``return (loss,
                 *optimizer.unscale(scale))``. No unscale may be pending before the call.
             current_grad_scale: the first scale to pass to the closure, the same kind of value as
                 ``grads_scaled_by``. Required with a closure (``None`` for no scaling), and an error
@@ -474,9 +465,8 @@ class Optimizer(torch.optim.Optimizer):
             NonFiniteGradientError: see :meth:`unscale_and_step`.
             RuntimeError: there is no closure and no unscale is pending, or there is a closure and
                 one is.
-            TypeError: the arguments do not go together; ``closure`` is the ``found_inf`` that
-                :meth:`unscale` returned, does not take the scale, or returns something else than
-                three values.
+            TypeError: the arguments do not go together; ``closure`` is a ``found_inf``, does not
+                take the scale, or does not return three values.
         """
         if closure is None:
             return _step_pending(self, current_grad_scale)

@@ -43,20 +43,26 @@ MASTER_BITS = "master_bits"
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """The keyword arguments that every ampopt optimizer takes in addition to its own."""
+    """The keyword arguments that every ampopt optimizer takes in addition to its own.
+
+    Args:
+        **options: see :class:`ampopt.options.OptimizerOptions`.
+    """
 
     process_group: Any
-    """See :class:`ampopt.Optimizer`."""
 
 
 class RuleOptions(OptimizerOptions, total=False):
-    """The keyword arguments that every rule-based optimizer takes in addition to its own."""
+    """The keyword arguments that every rule-based optimizer takes in addition to its own.
+
+    Args:
+        **options: see :class:`ampopt.options.RuleOptions`.
+    """
 
     master_weights: bool
     param_rounding: str
     state_bits: int
     master_bits: int
-    """These four are described in :class:`ampopt.ElementwiseOptimizer`."""
 
 
 DEFAULTS = {
@@ -71,21 +77,19 @@ DEFAULTS = {
 _DESCRIPTIONS = {
     "master_weights": """\
         master_weights: keep a float32 copy of each float16 and bfloat16 parameter, and update that
-            copy; see :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
+            copy: :doc:`/guides/precision`. Param groups take this option and the next three, too.
 """,
     "param_rounding": """\
         param_rounding: ``"nearest"``, or ``"stochastic"`` to round bfloat16 parameters without
-            master weights, and their states, up or down at random; see
-            :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
+            master weights, and their states, up or down at random.
 """,
     "state_bits": """\
-        state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits; see
-            :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
+        state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits:
+            :doc:`/guides/less_memory`.
 """,
     "master_bits": """\
-        master_bits: 32, or 24 to keep, beside each large parameter that has a master weight, 8 bits
-            that it lacks, in place of a float32 copy; see :class:`ampopt.ElementwiseOptimizer`.
-            Also an option of a param group.
+        master_bits: 32, or 24 to store each large master weight as its parameter and 8 bits more,
+            in place of a float32 copy.
 """,
     "process_group": """\
         process_group: the ranks over which overflow and gradient norm are all-reduced; see
@@ -118,6 +122,10 @@ def show_options(cls: type[Any]) -> None:
             cls.__doc__ = docstring.replace(line, descriptions)
             if "__init__" in vars(cls):
                 _show_in_signature(cls.__init__, names)
+
+
+show_options(OptimizerOptions)
+show_options(RuleOptions)
 
 
 def _show_in_signature(init: Any, names: list[str]) -> None:

@@ -128,9 +128,9 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
     On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
     kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
     lists where Python read a tensor, which would wait on a GPU. Reads that ampopt makes only on the
-    CPU are omitted, but for the overflow flag of an ordinary step: a GPU reads it too, unless the
-    step can be a transaction, which the path of a parameter says. Steps are slower in the block. Do
-    not use it from several threads at once, nor for a model that is compiled in the block.
+    CPU are omitted, except that of an ordinary step's overflow flag, which also happens on a GPU,
+    unless the report says that the step can be a transaction. Steps are slower in the block. Do not
+    use it from several threads at once, nor for a model that is compiled in the block.
 
     Args:
         optimizers: the optimizers to report on.

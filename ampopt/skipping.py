@@ -47,9 +47,9 @@ _SYSTEMS = {
 class skip_when:
     """Skip steps whose gradient norm, or loss, is an outlier, as steps that overflow are skipped.
 
-    Without synchronizing: parameters and state stay bitwise the same, ``found_inf`` of the step is
-    more than 0, and :class:`ampopt.Watch` records the cause. The loss scale stays the same, and
-    the step is not counted towards its growth.
+    In a skipped step, parameters and state stay bitwise the same, ``found_inf`` is more than 0, and
+    :class:`ampopt.Watch` records the cause. The loss scale stays the same, and does not count the
+    step towards its growth. Does not synchronize.
 
     Example:
         >>> handle = ampopt.skip_when(optimizer, norm_deviations=6.0, warmup=100)
@@ -57,17 +57,17 @@ class skip_when:
         >>> handle.remove()
 
     The norm is that of all unscaled gradients before clipping. The loss is that of ``TrainStep``,
-    or ``unscale_and_step(..., loss=loss)``; a loss of NaN is too large. After ``accumulate``, the
-    norm is that of the sum, and the loss the one that is passed to the step.
+    or of ``unscale_and_step(..., loss=loss)``; a loss of NaN counts as too large. After
+    ``accumulate``, the norm is that of the sum, and the loss is the one that the step gets.
 
     Never skipped: a plain ``step()`` without an ``unscale`` before it, a step with
     ``grads_scaled_by=None``, and a step under a scale with ``drop_overflow_update=False``.
 
     **Many ranks.** The norm is over all ranks of the process group. The loss is the mean over the
-    ranks that pass one, by the all-reduce that the step makes anyway: NaN on one rank skips the
-    step on all, and a rank without a loss, such as a pipeline stage, omits ``loss=``. Under
-    ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=`` and
-    ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
+    ranks that pass one, computed in the all-reduce that the step makes anyway: NaN on one rank
+    skips the step on all, and a rank without a loss, such as a pipeline stage, omits ``loss=``.
+    Under ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=``
+    and ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
 
     As long as nothing is skipped, training is bitwise the same as without ``skip_when``.
     """

@@ -199,11 +199,11 @@ class GradScaler(scheduled.ScheduledScaler):
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscale unless :meth:`unscale_` was called, and step, or skip the step after an overflow.
 
-        ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, whether the step
-        was skipped or not. They have the dtype of ``p.grad``, so small values may be 0 in float16;
-        the step itself uses the exact ones. With ``master_weights=True`` after :meth:`unscale_`,
-        they are the gradients of the master weights. Whether ``max_norm`` has clipped ``p.grad`` is
-        not specified, nor what an optimizer with its own ``unscale_and_step`` leaves there.
+        ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
+        was skipped. They have the dtype of ``p.grad``, so small values may be 0 in float16; the
+        step itself uses float32. With ``master_weights=True`` after :meth:`unscale_`, they are the
+        gradients of the master weights. Whether ``max_norm`` has clipped ``p.grad`` is not
+        specified, and an optimizer with its own ``unscale_and_step`` may leave anything there.
 
         Gradients are not checked again if they change after :meth:`unscale_`. As with torch's
         scaler, a gradient that you set to NaN is applied, and a step is still skipped if you
@@ -215,8 +215,8 @@ class GradScaler(scheduled.ScheduledScaler):
 
         A closure is evaluated again with a smaller scale while its gradients overflow, so nothing
         is skipped; see :meth:`ampopt.Optimizer.unscale_and_step`. It zeroes the gradients, runs the
-        model, scales the loss, calls ``backward()`` and returns the unscaled loss. It scales the
-        loss by the scale that it takes as its argument, or, without one, by ``scaler.scale``.
+        model, scales the loss, calls ``backward()`` and returns the unscaled loss. To scale the
+        loss, it uses the scale that is its argument or, if it takes none, ``scaler.scale``.
 
         Args:
             optimizer: the optimizer to step.

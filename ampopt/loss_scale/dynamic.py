@@ -73,18 +73,12 @@ class DynamicLossScale(LossScale):
                 value = min(value * growth_factor, max_scale), unless float32 cannot hold it
                 growth, budget = 0, hysteresis
 
-    ``value`` is the scale, ``growth`` counts finite steps since the last change or overflow, and
-    ``budget`` the overflows left before the scale falls. ``growth_offsets`` changes the number that
-    ``growth`` is compared with. :meth:`like` has the settings of other systems. To continue a run,
-    call ``scale.load_state_dict(scaler.state_dict())`` of its ``torch.amp.GradScaler``.
+    :meth:`like` has the settings of other systems. :meth:`load_state_dict` takes the state of a
+    ``torch.amp.GradScaler``, too. Differs from torch: the scale never falls below ``min_scale``, by
+    default ``2**-126``. A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once:
+    on a CPU in the step, on an accelerator in the next call that synchronizes.
 
-    Differs from torch: the scale never falls below ``min_scale``, by default ``2**-126``, because
-    the reciprocal of a smaller number overflows float32. torch's scaler falls to 0, and stays
-    there.
-
-    A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once: in the step on a CPU,
-    in the next call that synchronizes on an accelerator. See also :doc:`/guides/loss_scales`, and
-    :doc:`/guides/watching` for a scale that falls and falls.
+    See also :doc:`/guides/loss_scales`, and :doc:`/guides/watching` for a scale that keeps falling.
     """
 
     _schedule: Schedule
@@ -165,9 +159,9 @@ class DynamicLossScale(LossScale):
             flax          2**16  2000  N + 1, N + 1   1                 2**-126 float32's largest
 
         All of them double and halve the scale, except that paddle-fleet multiplies it by 0.8 after
-        an overflow. Systems without a floor have ``2**-126`` here. What else a system does on the
-        host, such as raising an error at its floor, is omitted: ``ampopt.loss_scale.presets`` lists
-        the omissions, and the file that each schedule was read from.
+        an overflow. Systems without a floor have ``2**-126`` here. ``ampopt.loss_scale.presets``
+        lists the source file of each schedule, and the behaviour that is left out, such as raising
+        an error at the floor.
 
         Args:
             name: a name from the table; "paddle" is Paddle's eager ``GradScaler``.

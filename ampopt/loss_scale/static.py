@@ -15,10 +15,9 @@ __all__ = ["StaticLossScale"]
 class StaticLossScale(LossScale):
     """A scale that never changes: the next scale is the same object.
 
-    ``StaticLossScale(1.0)`` takes the place of ``GradScaler(enabled=False)`` where a script can do
-    without scaling: it has a state dict, and loads that of any scale or scaler, and stays 1.0.
-    Steps with inf or NaN are skipped, where a disabled scaler applies them, unless
-    ``drop_overflow_update`` is ``False``.
+    ``StaticLossScale(1.0)`` replaces ``GradScaler(enabled=False)`` in a script that can do without
+    scaling: it has a state dict, loads that of any scale or scaler, and stays 1.0. Steps with inf
+    or NaN are skipped unless ``drop_overflow_update`` is ``False``; a disabled scaler applies them.
 
     Example:
         >>> scale = StaticLossScale(2.0**10)

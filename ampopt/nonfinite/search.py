@@ -22,19 +22,19 @@ __all__ = ["first_nonfinite", "found_now", "is_looking", "look_again"]
 
 @contextmanager
 def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
-    """Find the first module whose output, or backward whose gradient, is not finite.
+    """Find the first module with a non-finite output or, backward, a non-finite gradient.
 
-    Run the failing step again within this context: the forward pass alone, or if gradients
-    overflow, the backward pass too. Gradients of parameters and of inputs are checked. A parameter
-    whose gradient is not finite although all that modules made is, is named: its gradient was made
-    outside of modules, for instance by a penalty in the loss. Of nested modules the innermost is
-    named. Operations in the ``forward`` of a module, between calls of its
-    submodules, are attributed to that module; the submodule that got their result, and the last
-    finite output before, are named too. If a parameter of the module is not finite, it is named.
+    Run the failing step again within this context: the forward pass, and if gradients overflow,
+    the backward pass. Gradients of parameters and of inputs are checked. Of nested modules the
+    innermost is named. Operations in the ``forward`` of a module, between calls of its submodules,
+    are attributed to that module; the submodule that got their result, and the last finite output
+    before, are named, too. A parameter of the module is named if it is not finite. A parameter is
+    also named if its gradient was made outside of modules, for instance by a penalty in the loss,
+    and is not finite although the gradients in all modules are.
 
     If a closure is evaluated again after an overflow, as under ``TrainStep(max_replays=...)``, the
-    search restarts with each evaluation, and its result is that of the last one that failed. A
-    :class:`ampopt.NonFiniteGradientError` raised within the context names the module, too.
+    result is about the last evaluation that overflowed. A :class:`ampopt.NonFiniteGradientError`
+    raised within the context names the module, too.
 
     For debugging, not for training: **synchronizes** at each call of a module and each operation of
     the backward pass. Results are bitwise the same as without it. Code compiled by

@@ -32,18 +32,19 @@ def cast(
 ) -> Model:
     """Convert a model to ``dtype``, in place, and keep some of its modules in float32.
 
-    Parameters and buffers are converted, and forward hooks are installed. They cast the
-    floating-point inputs of the model to ``dtype``, and those of each module inside that has
-    parameters of its own to the dtype of these. So a ``forward`` that computes in float32 in
-    between, or feeds a module the result of another dtype, needs no cast back. Parameters stay the
-    same objects, with the same state-dict keys and ties; copies, pickles and compiled versions of
-    the model behave like it. A second call, with any dtype, replaces the first; after one with
-    float32, only the inputs and results of the model are cast. Does not synchronize.
+    Parameters and buffers are converted, and forward hooks are installed. The hooks cast the
+    floating-point inputs of the model to ``dtype``, and the inputs of each module that has
+    parameters of its own to the dtype of these parameters. So a ``forward`` that computes in
+    float32 in between, or passes a module the result of another dtype, needs no cast back.
+    Parameters stay the same objects, with the same state-dict keys and ties; copies, pickles and
+    compiled versions of the model behave like it. A second call, with any dtype, replaces the
+    first; after a call with float32, only the inputs and results of the model are cast. Does not
+    synchronize.
 
-    The hooks cast what modules receive and return, so a kept module must be called as a module: one
-    whose weights are used by its parent, such as the ``out_proj`` of ``nn.MultiheadAttention``,
-    cannot be kept alone. A module whose inputs must not be cast gets :func:`run_in`.
-    ``fully_shard`` requires one dtype in a group: apply it to the kept modules first.
+    Hooks run only where a module is called: a module whose weights are used by its parent, such as
+    the ``out_proj`` of ``nn.MultiheadAttention``, cannot stay in float32 alone. For a module whose
+    inputs must not be cast, use :func:`run_in`. ``fully_shard`` requires one dtype in a group:
+    apply it first to the modules that stay in float32.
 
     Args:
         model: any module.
@@ -93,15 +94,15 @@ def run_in(module: Any, dtype: Any = None) -> Any:
     """Make one module or function compute in ``dtype``, whatever the dtype of the model around it.
 
     Inputs are cast to ``dtype``, and so are parameters for each forward pass; stored parameters do
-    not change. Autocast is off inside, and the result has ``dtype``. For modules inside that
-    :func:`cast` keeps in float32, ``keep`` then affects storage only; but a module inside may have
-    its own ``run_in``. A second call replaces the first. Does not synchronize.
+    not change. Autocast is off inside, and the result has ``dtype``. If :func:`cast` keeps a
+    submodule in float32, only its storage stays in float32; but a submodule may have a ``run_in``
+    of its own. A second call replaces the first. Does not synchronize.
 
     Parameters that a forward pre-hook computes are not cast: use
     ``torch.nn.utils.parametrizations.spectral_norm``, not ``torch.nn.utils.spectral_norm``.
 
-    Of a function, the arguments and the result are cast, and no other tensor that it uses. As a
-    decorator, which apex calls ``float_function``::
+    The arguments and the result of a function are cast, but no other tensor that the function uses.
+    As a decorator (apex's ``float_function``)::
 
         @ampopt.run_in(torch.float32)
         def similarity(a, b):

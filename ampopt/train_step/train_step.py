@@ -44,31 +44,19 @@ class TrainStep:
         >>> step = TrainStep(model, torch.nn.MSELoss(), optimizer, ampopt.DynamicLossScale())
         >>> loss, found_inf, scale = step(torch.ones(8, 4), torch.ones(8, 1))
 
-    A call ``step(inputs, *targets)`` does what this loop does, with bitwise the same results::
-
-        optimizer.zero_grad()
-        for inputs, *targets in micro-batches of the batch:
-            with torch.autocast(device, autocast):  # or precision.autocast(device)
-                loss = loss_fn(model(inputs), *targets) / micro_batches
-            scale_outputs(loss, scale).backward()
-        result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
-        scale = result.scale
-
-    Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``.
-    Tensors of a batch are copied to the device of the parameters, on CUDA and XPU without
-    synchronization. ``loss_fn`` returns the *mean* over its micro-batch. With
-    ``batches_per_step=n`` or ``on_overflow="next_batch"``, call ``step(iterator)`` with an iterator
-    of batches ``(inputs, *targets)``.
-
-    A subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which are called
-    in this order.
+    ``step(inputs, *targets)`` clears the gradients, runs ``loss_fn(model(inputs), *targets)`` and
+    the backward pass for each micro-batch, and calls ``unscale_and_step``. A tuple of inputs is
+    passed as ``model(*inputs)``, a mapping as ``model(**inputs)``. Tensors of a batch are copied to
+    the device of the parameters, on CUDA and XPU without synchronization. ``loss_fn`` returns the
+    *mean* over its micro-batch. With ``batches_per_step=n`` or ``on_overflow="next_batch"``, call
+    ``step(iterator)`` with an iterator of batches ``(inputs, *targets)``.
 
     A call synchronizes with ``on_overflow="replay"`` or ``"next_batch"``, where it captures a CUDA
     graph, and where ``unscale_and_step`` of the optimizer does. ``cuda_graph=True`` has been tested
     with a stand-in on the CPU, not on a GPU. Trap: Python code of a captured step does not run in
     replays.
 
-    See also :doc:`/guides/train_step`, for the arguments, batches and graphs.
+    See also :doc:`/guides/train_step`, for arguments, batches, graphs and subclasses.
 
     Attributes:
         model: the model that is trained.
@@ -109,15 +97,15 @@ class TrainStep:
             autocast: without ``precision``, the dtype for ``torch.autocast``: ``torch.float16``
                 (the default, also on the CPU) or ``torch.bfloat16``; ``None`` for no autocast.
             micro_batches: the number of parts that a batch is divided into and run in, one by one.
-            batches_per_step: the number of batches that a step takes from the iterator that it is
-                called with; ``None``, the default, if it is called with a batch.
+            batches_per_step: the number of batches that a step takes from an iterator; ``None``,
+                the default, if you call the step with a batch.
             reduction: how the losses of micro-batches become the loss of the step: ``"mean"`` or
                 ``"sum"``.
             max_norm: the norm to clip to, see :meth:`ampopt.Optimizer.unscale_and_step`; not
-                together with ``on_gradients``, which may clip itself.
-            on_gradients: a function that is called with the optimizer before each step, also one
-                that will be skipped. The gradients of ``optimizer.master_params()`` are unscaled
-                then, and may be changed in place.
+                together with ``on_gradients``, which may clip by itself.
+            on_gradients: a function of the optimizer, called before each step, even one that will
+                be skipped. The gradients of ``optimizer.master_params()`` are then unscaled, and
+                may be changed in place.
             on_overflow: ``"skip"`` the step; ``"replay"``: run the batch again, under smaller and
                 smaller scales, until its gradients are finite; ``"next_batch"``: take the next
                 batches of the iterator until one does not overflow. The default is ``"skip"``, or

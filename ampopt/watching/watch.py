@@ -52,21 +52,18 @@ class Watch:
         print(watch.report())
 
     For each parameter: how often its gradient overflowed and when last, its largest finite unscaled
-    gradient, and ``underflow``: the fraction of its nonzero unscaled gradients that float16 would
-    round to 0 without a loss scale, which are those of magnitude 2**-25 or less. For the optimizer:
-    skipped steps by cause, and scale, norm and loss of the last steps. The loss is that of a
-    closure, of ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
+    gradient, and ``underflow``, the fraction of its nonzero unscaled gradients that float16 would
+    round to 0 without a loss scale (magnitudes of at most 2**-25). For the optimizer: skipped steps
+    by cause, and scale, norm and loss of the last steps. The loss is that of a closure, of
+    ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
 
-    Parameters and states stay bitwise the same as without a watch. On an accelerator it costs at
-    most eight small copies to the host a step, in the background, and some work in the kernel that
-    reads the gradients; on a CPU, some work as they are read. Printing and :meth:`read`
-    synchronize; :meth:`read_later` does not.
+    Parameters and states stay bitwise the same as without a watch. It costs some work where
+    gradients are read; on an accelerator also at most eight small copies to the host a step, in the
+    background. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
 
-    Traps: a plain ``step()`` that is written by hand is counted, without its parameters; a copy and
-    the state dict of the optimizer do not contain the watch, which has a state dict itself; reading
-    is not a collective call, and returns what this rank knows: :meth:`gather` is one.
-
-    See also :doc:`/guides/watching`, for what is recorded of which step.
+    Traps: a plain ``step()`` that is written by hand is counted, but its parameters are not; the
+    watch has a state dict of its own, and is not in that of the optimizer, nor in a copy. With
+    several ranks, use :meth:`gather`. See also :doc:`/guides/watching`.
 
     Attributes:
         optimizer: the optimizer that is watched.
