@@ -32,7 +32,7 @@ from ampopt.options import (
     state_bits,
 )
 from ampopt_kernels import rules
-from ampopt_kernels.check_rule.on_numbers import try_out
+from ampopt_kernels.check_rule import try_out
 from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.tensors import overlaps_itself
 

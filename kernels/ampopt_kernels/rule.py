@@ -72,8 +72,8 @@ class Rule:
       ``range`` and ``while``, which are as fast as ``static_range``.
 
     The first step refuses other Python before it changes anything, with the line and what to write
-    instead: ``torch.sign(g)``, ``g.abs()``, ``assert``; and, wherever Triton can be imported, what
-    Triton cannot compile, such as ``g ** 2``.
+    instead: ``torch.sign(g)``, ``g.abs()``, ``g ** 2``, ``assert``; and, wherever Triton can be
+    imported, what Triton cannot compile, such as a constant of the module.
 
     Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
     for norms of whole parameters (as in LAMB), and ``averages`` for means over rows and columns (as

@@ -1,5 +1,5 @@
-"""Checks of a rule before its first step: of its source, on two numbers, and by the compilers."""
+"""Checks of a rule before its first step: of its source, on expressions, and by Triton."""
 
-from ampopt_kernels.check_rule.on_numbers import try_out
+from ampopt_kernels.check_rule.trial import try_out
 
 __all__ = ["try_out"]

@@ -5,7 +5,7 @@ import re
 
 from ampopt_kernels import torch_language
 
-__all__ = ["advice", "instead_of_write"]
+__all__ = ["advice"]
 
 _OTHER_NAMES = {
     "absolute": "abs",
@@ -55,95 +55,110 @@ _FORMULAS = {
 }
 """For functions that rules lack, an expression with the same result."""
 
-_SUMS = ("all", "any", "argmax", "dot", "mean", "norm", "numel", "size", "std", "sum", "var")
+_SUMS = (
+    "all", "any", "argmax", "dot", "mean", "norm", "numel", "shape", "size", "std", "sum", "var",
+)  # fmt: skip
+
+_ELEMENTWISE = (
+    "A rule is elementwise: for sums over a parameter, return the terms from Rule(reduce=), whose "
+    "sums are passed to scalars"
+)
 
 _BY_PATTERN = {
-    r"\*\*|__pow__": (
-        "Write x * x, tl.sqrt(x) or, for x >= 0 and y > 0, power(x, y) of ampopt_kernels"
-    ),
-    r"//|__floordiv__": "Write tl.floor(x / y)",
-    r" % |%:|__mod__": "Write x - y * tl.floor(x / y)",
-    r"branches on a value|truth value": (
+    r"for \*\*": "Write x * x, tl.sqrt(x) or, for x >= 0 and y > 0, power(x, y) of ampopt_kernels",
+    r"for //": "Write tl.floor(x / y)",
+    r"for %": "Write x - y * tl.floor(x / y)",
+    r"branches on a value": (
         "There are many values at once, of elements or of parameters, so choose between them by "
         "tl.where(x > 0, a, b), not by `if x > 0`, nor by `and`, `or`, `not`, nor by `max` or "
         "`min`, but by maximum and minimum of ampopt_kernels"
     ),
+    r"computes with a truth": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
+    r"not iterable|not subscriptable|has no len": _ELEMENTWISE,
+    r"but reads": "Add it to the declaration, or read what is declared",
     r"tuple indices must": (
         "Read h, state and flags by position, as h[0], in the order of Rule(hyper=, state=, flags=)"
+    ),
+    r"'value' object does not support item assignment": (
+        "Compute a new value; to change some elements only, by tl.where(condition, a, b)"
     ),
     r"does not support item assignment": (
         "Compute a new value, as average = state[0] + g, and return it in a new tuple"
     ),
-    r"\.\w*[a-z]_\(": "Compute a new value, as p - lr * g, and return it",
-    r"two bool tensors": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
+    r"attribute '\w*[a-z]_'": "Compute a new value, as p - lr * g, and return it",
     r"Cannot access global variable": (
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
         "is a hyperparameter"
     ),
-    r"[Ss]tarred|[` ]\*\w": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"[Ss]tarred": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
     r"unhashable type: 'list'": (  # of Triton 3.6
         "Unpack one tuple in a statement: a, b = h, then (c,) = state"
     ),
-    r"^for |'Name' object has no attribute 'func'": (
+    r"'Name' object has no attribute 'func'": (
         "Write for i in tl.static_range(len(state)), with state[i]"
     ),
     r"attribute 'to'": "The seed and the step of rand are numbers of h, such as hyperparameters",
+    r"cannot assert": ("Check settings in __init__ of the optimizer, or in check_step"),
+    r"cannot call print": "Read the optimizer's state after a step, or see ampopt.Watch",
 }
-"""Advice by a pattern in the message or in the code."""
+"""Advice by a pattern in the message."""
+
+_NAMES = (
+    r"(\w+)'? is not defined",
+    r"uses tl\.(\w+), which not every",
+    r"has no attribute '(\w+)'",
+    r"cannot call (?:.*\.)?(\w+)$",
+    r"^(\w+)\(\) argument",
+    r"define __(\w+)__ method",
+)
+"""Patterns of messages about a function; the group is its name."""
 
 
 def advice(message: str, code: str) -> str | None:
-    """The advice for code that a rule must not have: what to write instead.
+    """What to write in place of code that a rule must not have.
 
     Args:
         message: the message of the error that the code caused.
-        code: the code at fault: an expression or a line.
+        code: the line at fault.
 
     Returns:
         A sentence without its full stop, or ``None``.
     """
-    for text in (message, code):
-        for pattern, sentence in _BY_PATTERN.items():
-            if re.search(pattern, text):
-                return sentence
-    names = re.findall(r"(\w+)'? is not defined", message)
-    names += re.findall(r"uses tl\.(\w+), which not every", message)
-    calls = re.findall(r"((?:\w+|[)\]])\.)?\b(\w+)\(", code)
-    names += [f for of, f in calls if of != "tl." and (of or f not in _OF_PACKAGE)]
-    for sentence in filter(None, map(_instead_of, names)):
-        return sentence
-    if re.search("Unsupported function referenced|real number|is not defined", message) or calls:
-        return "Call functions of tl and of ampopt_kernels, and your own marked with jit"
-    return None
+    if "in place" in message:
+        return _instead_of_write(code)
+    for pattern, sentence in _BY_PATTERN.items():
+        if re.search(pattern, message):
+            return sentence
+    names = [match[1] for pattern in _NAMES if (match := re.search(pattern, message))]
+    return _instead_of(names[0]) if names else None
 
 
-def instead_of_write(code: str) -> str:
-    """The advice for ``code``, a statement that writes to a value in place."""
+def _instead_of_write(code: str) -> str:
+    """What to write in place of ``code``, a statement that changes a value."""
     try:
         (statement,) = ast.parse(code).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError):  # a part of a statement
         statement = None
-    if isinstance(statement, ast.AugAssign):
-        value = ast.BinOp(statement.target, statement.op, statement.value)
-        written = ast.fix_missing_locations(ast.Assign([ast.Name("x")], value))
-        target = ast.unparse(statement.target)
-        name = target if target.isidentifier() else "new"
-        return f"Write `{name} = {ast.unparse(written).removeprefix('x = ')}`"
-    return "Compute a new value; to change some elements only, by tl.where(condition, a, b)"
+    if not isinstance(statement, ast.AugAssign):
+        return "Compute a new value, as p - lr * g, and return it"
+    value = ast.BinOp(statement.target, statement.op, statement.value)
+    written = ast.fix_missing_locations(ast.Assign([ast.Name("x")], value))
+    target = ast.unparse(statement.target)
+    name = target if target.isidentifier() else "new"
+    return f"Write `{name} = {ast.unparse(written).removeprefix('x = ')}`"
 
 
 def _instead_of(name: str) -> str | None:
-    """The advice for a call of ``name``; ``None`` if there is none."""
+    """What to write in place of a call of ``name``; ``None`` if nothing does the same."""
     name = _OTHER_NAMES.get(name, name)
     if name in _OF_PACKAGE:
         return f"Write {_OF_PACKAGE[name]}, with {name} of ampopt_kernels"
     if name in _FORMULAS:
         return f"Write {_FORMULAS[name]}"
     if name in _SUMS:
-        return (
-            "A rule is elementwise: for sums over a parameter, return the terms from "
-            "Rule(reduce=), whose sums are passed to scalars"
-        )
+        return _ELEMENTWISE
     if name[:1] != "_" and hasattr(getattr(torch_language, name, None), "on_number"):
         return f"Write tl.{name}(x)"
-    return "Write tl.where(condition, a, b)" if name == "where" else None
+    if name == "where":
+        return "Write tl.where(condition, a, b)"
+    return None

@@ -1,60 +1,55 @@
-"""Refuse a rule by its source: statements that some backends would run and others would not."""
+"""Refuse code that one run may pass over: ``assert``, ``raise``, ``try``, ``math.sqrt(2)``."""
 
 import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Iterator
+from traceback import FrameSummary
+from typing import Any, cast
 
-from ampopt_kernels.check_rule.advice import advice
-from ampopt_kernels.check_rule.codecs import functions_of
-from ampopt_kernels.check_rule.source import FunctionSource, authored
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.check_rule.function import Function, outer_names
 
 __all__ = ["check"]
 
 _LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
-_RAISES = (
-    "a rule cannot assert or raise. Check settings in __init__ of the optimizer, or in check_step"
-)
-_PRINT = "a rule cannot print. Read the optimizer's state after a step, or see ampopt.Watch"
 
 
-def check(rule: Rule, owner: str) -> None:
-    """Refuse ``assert``, ``raise``, ``print``, and calls such as ``g.abs()`` and ``torch.abs(g)``.
+def check(function: Function) -> None:
+    """Refuse ``assert``, ``raise``, ``try``, ``print``, and calls such as ``math.sqrt(2)``.
 
-    Does nothing for a function whose source Python does not have.
-
-    Args:
-        rule: the rule.
-        owner: name of the optimizer class, for the message.
+    Does nothing where Python has no source of the function.
 
     Raises:
-        ValueError: a function of the rule, or one that it calls, has such a statement. The message
-            has the line, and what to write instead.
+        ValueError: the function, or one that it calls, has such code.
     """
-    roles = ["update", "scalars", "before_reduce"]
-    roles += ["reduce"] * rule.reduces + ["averages"] * (rule.averages is not None)
-    functions = [(role, getattr(rule, role)) for role in roles]
-    functions += [(name, function) for name, function, _ in functions_of(rule)]
-    for role, function in functions:
-        for fn in authored(function):
-            try:
-                source = FunctionSource(fn)
-            except OSError:
-                continue
-            for node, why in _refused(source):
-                raise ValueError(f"{role} of {owner}'s rule: {source.place(node)}: {why}")
+    for fn in function.authored:
+        try:
+            lines, first = inspect.getsourcelines(fn)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError):  # SyntaxError: the lines of a lambda may end within a call
+            continue
+        outer, nodes = outer_names(fn), cast("Iterator[Any]", ast.walk(tree))
+        for node in nodes:
+            if (why := _refused(node, outer)) is not None:
+                line = FrameSummary(fn.__code__.co_filename, first + node.lineno - 1, fn.__name__)
+                raise function.refused(f"a rule cannot {why}", line)
 
 
-def _refused(source: FunctionSource) -> Iterator[tuple[ast.AST, str]]:
-    """Each node of ``source`` that a rule must not have, and why."""
-    for node in source.nodes():
-        if isinstance(node, (ast.Assert, ast.Raise)):
-            yield node, _RAISES
-    for call, root in source.calls():
-        code = ast.unparse(call)
-        if isinstance(root, types.ModuleType) and root.__name__ not in _LANGUAGES:
-            yield call, f"a rule cannot call functions of {root.__name__}. {advice('', code)}"
-        elif isinstance(call.func, ast.Name) and call.func.id == "print":
-            yield call, _PRINT
-        elif isinstance(call.func, ast.Attribute) and root is None and call.func.attr != "to":
-            yield call, f"a rule cannot call methods of values. {advice('', code)}"
+def _refused(node: Any, outer: dict[str, Any]) -> str | None:
+    """What a rule cannot do, if ``node`` does that; ``outer`` are the names around the function."""
+    if isinstance(node, (ast.Assert, ast.Raise, ast.Try)):
+        return "assert, raise or catch"
+    if not isinstance(node, ast.Call):
+        return None
+    root = node.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name):
+        return None
+    value = outer.get(root.id)
+    of_language = isinstance(value, types.ModuleType) and value.__name__ in _LANGUAGES
+    known = value is None or of_language or hasattr(value, "fn") or isinstance(value, type)
+    if known and root.id != "print":
+        return None
+    return f"call {ast.unparse(node.func)}"

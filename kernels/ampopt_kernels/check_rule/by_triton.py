@@ -1,23 +1,22 @@
 """Compile a rule with Triton, without a GPU, before its first step.
 
-CPU backends run a rule as Python, which accepts more than Triton does: ``g ** 2``, a module-level
-number, a call of torch. This check makes such a rule fail on the author's machine, and not on the
-first GPU. It compiles minimal kernels that call ``update``, ``scalars`` or ``reduce``, so that an
-error is one of the rule.
+CPU backends run a rule as Python, which accepts more than Triton does, such as a module-level
+number. This check makes such a rule fail on the author's machine, and not on the first GPU. It
+compiles minimal kernels that call ``update``, ``scalars`` or ``reduce``, so that an error is one of
+the rule.
 """
 
+import inspect
 import re
-import types
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from traceback import FrameSummary
 from typing import Any
 
-from ampopt_kernels.check_rule.advice import advice
-from ampopt_kernels.check_rule.codecs import functions_of
-from ampopt_kernels.check_rule.source import FunctionSource, authored
+from ampopt_kernels.check_rule.function import Function, functions_of
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.sums import with_sums
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
 
 __all__ = ["TARGETS", "can_compile_for", "check", "compile_for", "gpu_target"]
@@ -76,25 +75,26 @@ def _codec_kernel(blocks, FUNCTION: tl.constexpr, N: tl.constexpr):
 @jit
 def _scalars_kernel(
     blocks,
-    SCALARS: tl.constexpr,
-    BEFORE: tl.constexpr,
+    FUNCTION: tl.constexpr,
     ARGUMENTS: tl.constexpr,
     FLAGS: tl.constexpr,
     N_SCALARS: tl.constexpr,
-    N_HYPER: tl.constexpr,
+    N_H: tl.constexpr,
     N_TERMS: tl.constexpr,
 ):
-    """A kernel that calls a ``scalars``, with the sums of ``BEFORE`` if it takes them."""
+    """A kernel that calls a ``scalars`` or ``before_reduce``, with the first ``ARGUMENTS``."""
     at = tl.arange(0, 128)
     s = _loaded(blocks + at, N_SCALARS, 128)
-    h = _loaded(blocks + N_SCALARS * 128 + at, N_HYPER, 128)
+    h = _loaded(blocks + N_SCALARS * 128 + at, N_H, 128)
+    sums = _loaded(blocks + (N_SCALARS + N_H) * 128 + at, N_TERMS, 128)
     if ARGUMENTS == 2:
-        new_s, new_h = SCALARS(s, h)
+        new_s, new_h = FUNCTION(s, h)
     elif ARGUMENTS == 3:
-        new_s, new_h = SCALARS(s, h, FLAGS)
+        new_s, new_h = FUNCTION(s, h, FLAGS)
+    elif ARGUMENTS == 4:
+        new_s, new_h = FUNCTION(s, h, FLAGS, sums)
     else:
-        sums = _loaded(blocks + (N_SCALARS + N_HYPER) * 128 + at, N_TERMS, 128)
-        new_s, new_h = with_sums(s, h, FLAGS, sums, sums, BEFORE, SCALARS, ARGUMENTS)
+        new_s, new_h = FUNCTION(s, h, FLAGS, sums, sums)
     for i in tl.static_range(N_SCALARS):
         tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
     for i in tl.static_range(len(new_h)):
@@ -175,47 +175,31 @@ def _compile(
     """Call ``finish`` on a kernel for each function of the rule, and explain its errors."""
     from triton.compiler.errors import CompilationError
 
+    functions = functions_of(rule, owner)
     with warnings.catch_warnings(), compiler():
         warnings.simplefilter("ignore")  # deprecation warnings of Triton
-        for role, function, source in _sources(rule, flags, n_hyper):
+        for function, source in _sources(rule, flags, n_hyper, functions):
             try:
                 finish(source)
             except CompilationError as error:
-                why = _explained(function, error)
-                raise ValueError(
-                    f"{role} of {owner}'s rule cannot be compiled for a GPU: {why}"
-                ) from error
+                raise _refused(function, error) from error
 
 
-def _explained(function: Any, error: Any) -> str:
-    """File, line and code of the error in the author's function, and advice.
-
-    Args:
-        function: a function of a rule, marked with ``jit``.
-        error: the ``triton.CompilationError`` of a kernel that calls ``function``.
-    """
+def _refused(function: Function, error: Any) -> ValueError:
+    """The error about a ``triton.CompilationError`` of a kernel that calls ``function``."""
     errors = [error]
     while hasattr(errors[-1].__cause__, "node"):  # from the caller to the called function
         errors.append(errors[-1].__cause__)
     message = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
-    sources = {source.text: source for source in map(FunctionSource, authored(function))}
-    places = [
-        (source, call)
-        for source in sources.values()
-        for call, callee in source.calls()
-        if isinstance(callee, types.FunctionType) and not hasattr(callee, "fn")
-    ]
-    if not (places and "Unsupported function" in message):  # Triton names only the caller for these
-        # The innermost function that is the author's own.
-        places = [(sources[e.src], e.node) for e in reversed(errors) if e.src in sources]
-    where = places[0][0].place(places[0][1]) if places else FunctionSource(function.fn).place(None)
-    instead = advice(message, where.partition("`")[2].rstrip("`"))
-    parts = [
-        f"{where}: {_plain(message)}",
-        instead,
-        "See ampopt_kernels.Rule for all that it may use",
-    ]
-    return ". ".join(filter(None, parts))
+    line = None
+    for fn in function.authored:
+        lines, first = inspect.getsourcelines(fn)
+        source = textwrap.dedent("".join(lines))
+        for e in errors:  # the last one is in the innermost function
+            if source.endswith(e.src) and hasattr(e.node, "lineno"):  # Triton cuts decorators off
+                number = first + len(lines) - len(e.src.splitlines()) + e.node.lineno - 1
+                line = FrameSummary(fn.__code__.co_filename, number, fn.__name__)
+    return function.refused(f"it cannot be compiled for a GPU: {_plain(message)}", line)
 
 
 def _plain(message: str) -> str:
@@ -226,50 +210,41 @@ def _plain(message: str) -> str:
     return " ".join(text.split()).split(". ")[0].rstrip(".")
 
 
-def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any, Any]]:
-    """For each function of the rule, its name, itself, and a kernel to compile that calls it."""
+def _sources(
+    rule: Rule, flags: tuple[bool, ...], n_hyper: int, functions: Mapping[str, Function]
+) -> Iterator[tuple[Function, Any]]:
+    """The functions that run under ``flags``, each with a kernel to compile that calls it."""
     from triton.compiler import ASTSource
 
     widths = rule.widths(n_hyper)
-    scalars: dict[str, Any] = {
-        "SCALARS": compilable(rule.scalars),
-        "BEFORE": compilable(rule.before_reduce),
-        "ARGUMENTS": rule.scalars_arguments,
-        "FLAGS": flags,
-        "N_SCALARS": len(rule.scalar_state),
-        "N_HYPER": n_hyper,
-        "N_TERMS": widths.terms,
+    n_inputs, n_means = len(rule.inputs_for(flags)), len(rule.averages_for(flags))
+
+    def of_numbers(arguments: int, n_h: int) -> tuple[Any, ...]:
+        names = ("ARGUMENTS", "FLAGS", "N_SCALARS", "N_H", "N_TERMS")
+        values = (arguments, flags, len(rule.scalar_state), n_h, widths.terms)
+        return _scalars_kernel, {"blocks": "*fp64"}, dict(zip(names, values, strict=True))
+
+    def of_blocks(n_states: int, n_h: int, n_terms: int, draws: bool = False) -> tuple[Any, ...]:
+        names = ("FLAGS", "DRAWS", "N_STATES", "N_H", "N_TERMS")
+        pointers = {"blocks": "*fp32", "numbers": "*fp32"}
+        values = (flags, draws, n_states, n_h, n_terms)
+        return _blocks_kernel, pointers, dict(zip(names, values, strict=True))
+
+    kernels = {
+        "scalars": of_numbers(rule.scalars_arguments, widths.reduce if rule.reduces else n_hyper),
+        "update": of_blocks(n_inputs, widths.update, 0, rule.draws),
     }
-    pointers = {"blocks": "*fp32", "numbers": "*fp32"}
-
-    def of_blocks(role: str, n_states: int, n_h: int, n_terms: int) -> tuple[Any, ...]:
-        function = compilable(getattr(rule, role))
-        names = ("FUNCTION", "FLAGS", "DRAWS", "N_STATES", "N_H", "N_TERMS")
-        values = (function, flags, role == "update" and rule.draws, n_states, n_h, n_terms)
-        return role, _blocks_kernel, pointers, dict(zip(names, values, strict=True))
-
-    n_states = len(rule.inputs_for(flags))
-    kernels: list[tuple[Any, ...]] = [
-        ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
-        of_blocks("update", n_states, widths.update, 0),
-    ]
     if rule.reduces:
-        before = {**scalars, "SCALARS": scalars["BEFORE"], "ARGUMENTS": 3, "N_TERMS": 0}
-        kernels = [
-            ("before_reduce", _scalars_kernel, {"blocks": "*fp64"}, before),
-            of_blocks("reduce", n_states, widths.reduce, widths.terms),
-            *kernels,
-        ]
-    if n_means := len(rule.averages_for(flags)):
-        n_elementwise = len(rule.state_for(flags))
-        kernels.insert(1, of_blocks("averages", n_elementwise, widths.reduce, n_means))
-    calls = [(role, getattr(rule, role), *rest) for role, *rest in kernels]
-    for role, function, n in functions_of(rule):
-        constants = {"FUNCTION": compilable(function), "N": n}
-        calls.append((role, function, _codec_kernel, {"blocks": "*fp32"}, constants))
-    for role, function, kernel, pointers, constants in calls:
+        kernels["before_reduce"] = of_numbers(3, n_hyper)
+        kernels["reduce"] = of_blocks(n_inputs, widths.reduce, widths.terms)
+    if n_means:
+        kernels["averages"] = of_blocks(len(rule.state_for(flags)), widths.reduce, n_means)
+    for name in functions.keys() - {"scalars", "update", "before_reduce", "reduce", "averages"}:
+        kernels[name] = _codec_kernel, {"blocks": "*fp32"}, {"N": 2 if "encode" in name else 1}
+    for name, (kernel, pointers, constants) in kernels.items():
+        constants = {"FUNCTION": compilable(functions[name].jitted), **constants}
         signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
-        yield role, function, ASTSource(compilable(kernel), signature, constants)
+        yield functions[name], ASTSource(compilable(kernel), signature, constants)
 
 
 def _intermediate(source: Any, target: Any) -> None:

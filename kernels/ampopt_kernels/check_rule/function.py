@@ -1,146 +1,153 @@
-"""A function of a rule, called for a check, with the line of the rule in every error."""
+"""A function of a rule, and the errors that name a line of it and what to write there instead."""
 
 import re
-from collections.abc import Callable
+import traceback
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ampopt_kernels.check_rule.advice import advice, instead_of_write
-from ampopt_kernels.check_rule.source import defined_at, raised_at, written_at
+from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, WIDE, Codec
+from ampopt_kernels.cpu.expressions import Expression
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.state import State
 
-__all__ = ["Broken", "Function"]
+__all__ = ["Function", "described", "functions_of", "outer_names", "own_codecs"]
 
+_NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+"""Folders of this package and of torch."""
 
-class Broken(ValueError):
-    """An error whose message is complete."""
+_OTHERWISE = (
+    "Call functions of tl and of ampopt_kernels, and your own marked with jit. See "
+    "ampopt_kernels.Rule for all that it may use"
+)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a rule, and what its rule declares of its arguments.
+    """A function of a rule.
 
     Attributes:
-        name: which function: ``"update"``, ``"scalars"``, ...
+        name: which function, for messages: ``"update"``, ``"encode of state 'momentum'"``, ...
         owner: name of the optimizer class.
-        definition: the author's Python function.
-        declarations: for each argument that is a tuple, its position, length and declaration, such
-            as ``(2, 1, "declares 1, state=['momentum'] under flags {}")``.
+        jitted: the function, marked with ``jit``; ``factors`` are not marked.
     """
 
     name: str
     owner: str
-    definition: Any
-    declarations: tuple[tuple[int, int, str], ...]
+    jitted: Any
 
     @property
-    def title(self) -> str:
-        """Name, owner and place of the function, for messages."""
-        return f"{self.name} of {self.owner}'s rule ({defined_at(self.definition)})"
+    def _definition(self) -> FrameSummary:
+        """The line at which the function begins."""
+        code = getattr(self.jitted, "fn", self.jitted).__code__
+        return FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
 
-    def __call__(self, unpack: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
-        """Return ``unpack(function(*arguments))``.
+    @property
+    def authored(self) -> Iterator[types.FunctionType]:
+        """The Python functions of this one and its callees, except those of this package."""
+        return _authored(self.jitted)
 
-        Args:
-            unpack: takes apart what the function returns. Raises :class:`Broken` if it cannot.
-            function: the function, as it runs on torch tensors.
-            arguments: its arguments.
-
-        Raises:
-            ValueError: the call fails, or changes an argument.
-            AttributeError: the function reads what no backend has.
-        """
-        flat = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        before = [x.clone() for x in tensors]
-        try:
-            result = unpack(function(*arguments))
-        except Broken as error:
-            raise ValueError(f"{self.title} {error}") from None
-        except AttributeError as error:
-            message, instead = str(error), advice(str(error), "")
-            if instead is not None:  # in place of a list of all functions
-                message = f"{message.partition('. ')[0]}. {instead}"
-            raise AttributeError(f"{self._place_of(error)}{message}") from error
-        except (IndexError, NameError, TypeError, ValueError) as error:
-            raise ValueError(f"{self._place_of(error)}{self._explained(error)}") from error
-        except RuntimeError as error:
-            message = str(error).rstrip(".")
-            instead = advice(message, "") or advice("truth value", "")
-            raise ValueError(
-                f"{self._place_of(error)}the rule is not elementwise: {message}. {instead}"
-            ) from error
-        if not all(map(torch.equal, tensors, before)):
-            for tensor, old in zip(tensors, before, strict=True):
-                tensor.copy_(old)
-            place, code = written_at(lambda: function(*arguments), tensors)
-            raise ValueError(
-                f"{self.name} of {self.owner}'s rule: {place}changes in place one of the "
-                f"function's arguments, on the CPU. {instead_of_write(code)}"
-            )
-        return result
-
-    def elementwise(
-        self, call: Callable[[Tensor], dict[str, Any]], block: Tensor
-    ) -> dict[str, Any]:
-        """Return ``call(block)``, blocks by name, if each element depends on its own alone.
+    def refused(
+        self, message: str, line: FrameSummary | None, instead: str | None = None
+    ) -> ValueError:
+        """An error about a line of the author, with what to write instead.
 
         Args:
-            call: calls this ``Function`` with a block.
-            block: 1-d, of two elements or more.
-
-        Raises:
-            ValueError: the call fails, or the function is not elementwise.
+            message: what is wrong with the line.
+            line: the line; ``None`` for the one at which the function begins.
+            instead: a sentence in place of the advice for ``message``.
         """
-        together, apart = call(block), [call(one) for one in block.split(1)]
-        for name, value in together.items():
-            each = [one[name] for one in apart]
-            for result, of in ((value, block), *zip(each, block.split(1), strict=True)):
-                if isinstance(result, (int, float)):
-                    raise ValueError(
-                        f"{self.title} returned the number {result} as {name!r}: a rule is "
-                        "elementwise, and returns a block for each. A block that has this number "
-                        f"for each element is p * 0 + {result}"
-                    )
-                if not isinstance(result, Tensor) or result.shape != of.shape:
-                    is_tensor = isinstance(result, Tensor)
-                    shape = tuple(result.shape) if is_tensor else type(result).__name__
-                    raise ValueError(
-                        f"{self.title} returned {name!r} of {shape} for blocks of shape "
-                        f"{tuple(of.shape)}: a rule is elementwise, and returns a block for each"
-                    )
-            alone = torch.cat(each).float()
-            if not torch.allclose(value.float(), alone, rtol=1e-4, equal_nan=True):
-                raise ValueError(
-                    f"{self.title} returned another {name!r} for {len(block)} elements than "
-                    "for each alone: a rule is elementwise, and no element may depend on others"
-                )
-        return together
+        line = line or self._definition
+        code = str(line.line).partition("#")[0].strip()
+        where = f"{line.filename}:{line.lineno}, in {line.name}: `{code}`"
+        if instead is None:
+            instead = advice(message, code)
+        if instead is None:
+            instead = _OTHERWISE
+        else:
+            message = message.partition(". All backends have")[0]
+        parts = [f"{self.name} of {self.owner}'s rule: {where}: {message}", instead]
+        return ValueError(". ".join(filter(None, parts)))
 
-    def _place_of(self, error: Exception) -> str:
-        """The function's name, and the line that raised ``error``."""
-        return f"{self.name} of {self.owner}'s rule: {raised_at(error)[0]}"
+    def failed(self, error: Exception, declared: str) -> ValueError:
+        """An error about the line of the author that raised ``error``.
 
-    def _explained(self, error: Exception) -> str:
-        """The message of ``error``, with the declaration of the arguments that its line reads."""
-        code = raised_at(error)[1]
-        names = self.definition.__code__.co_varnames
-        arguments = [
-            (re.escape(names[i]), n, declaration) for i, n, declaration in self.declarations
-        ]
-        for name, n, declaration in arguments:
-            indices = map(int, re.findall(rf"\b{name}\[(\d+)\]", code))
-            beyond = [index for index in indices if index >= n]
-            if beyond and isinstance(error, IndexError):
-                return f"the rule {declaration}, but reads {name}[{beyond[0]}]"
-        message = f"{type(error).__name__}: {error}"
-        if not isinstance(error, IndexError) and "unpack" not in message:
-            return ". ".join(filter(None, (message, advice(str(error), code))))
-        every = [declaration for _, _, declaration in arguments]
-        of_line = [
-            declaration for name, _, declaration in arguments if re.search(rf"\b{name}\b", code)
-        ]
-        sentence = f"The rule {'; '.join(of_line or every)}" if every else None
-        return ". ".join(filter(None, (message, sentence)))
+        Args:
+            error: what the function raised when it ran as Python.
+            declared: what the rule declares of the arguments.
+        """
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = next((f for f in frames if not f.filename.startswith(_NOT_AUTHORED)), None)
+        message = re.sub(r"\b(_Argument|Expression|Program)\b", "value", str(error)).rstrip(".")
+        message = message.replace("'_Given'", "'tuple'")
+        of_length = "to unpack" in message or "out of range" in message
+        return self.refused(message, line, declared if of_length else None)
+
+    def returned(self, what: str) -> ValueError:
+        """An error that says ``what`` the function returned, and what to return."""
+        line = self._definition
+        where = f"{line.filename}:{line.lineno}, {line.name}"
+        return ValueError(f"{self.name} of {self.owner}'s rule ({where}) returned {what}")
+
+    def pair(self, result: Any, what: str) -> tuple[Any, Any]:
+        """``result``, if it is a pair; ``what`` says in the message what it should be."""
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise self.returned(f"{described(result)}: return {what}")
+        first, second = result
+        return first, second
+
+
+def described(value: Any) -> str:
+    """``value``, which a function of a rule returned, in words."""
+    if isinstance(value, Expression):
+        return "a block" if value.varies else "a number"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def functions_of(rule: Rule, owner: str) -> dict[str, Function]:
+    """The functions of a rule and of its own codecs, by name, but ``factors``.
+
+    Args:
+        rule: the rule.
+        owner: name of the optimizer class, for messages.
+    """
+    roles = ["update", "scalars", "before_reduce"]
+    roles += ["reduce"] * rule.reduces + ["averages"] * (rule.averages is not None)
+    jitted = {role: getattr(rule, role) for role in roles}
+    for part, codec in own_codecs(rule):
+        jitted[f"encode of state {part.name!r}"] = codec.encode
+        jitted[f"decode of state {part.name!r}"] = codec.decode
+    return {name: Function(name, owner, function) for name, function in jitted.items()}
+
+
+def own_codecs(rule: Rule) -> list[tuple[State, Codec]]:
+    """The states with a codec that is not one of this package, and their codecs."""
+    built_in = (BFLOAT16, NON_NEGATIVE, SIGNED, WIDE)
+    return [(x, x.codec) for x in rule.state if x.codec is not None and x.codec not in built_in]
+
+
+def outer_names(fn: types.FunctionType) -> dict[str, Any]:
+    """The globals and closure values that a function reads, by name."""
+    code, cells = fn.__code__, fn.__closure__ or ()
+    around = zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)
+    names = set(code.co_names) - set(code.co_varnames)  # names of attributes are among co_names
+    return {name: fn.__globals__[name] for name in names & fn.__globals__.keys()} | dict(around)
+
+
+def _authored(jitted: Any) -> Iterator[types.FunctionType]:
+    """See :attr:`Function.authored`."""
+    if jitted.fn.__module__.split(".")[0] not in ("ampopt_kernels", "triton"):
+        yield jitted.fn
+        for value in outer_names(jitted.fn).values():
+            if hasattr(value, "fn") and value is not jitted:
+                yield from _authored(value)

@@ -14,7 +14,7 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.tensors import arithmetic
 
-__all__ = ["C_TYPES", "LANGUAGE", "Program", "cast", "whole"]
+__all__ = ["C_TYPES", "LANGUAGE", "Expression", "Program", "cast", "whole"]
 
 C_TYPES = {torch.bool: "bool", torch.int32: "int32_t"} | {
     dtype: DTYPES[dtype].c_type for dtype in (torch.float32, torch.float64)
@@ -60,7 +60,7 @@ class Program:
             "after": "\n        ".join(self.after),
         }
 
-    def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
+    def new(self, dtype: torch.dtype, code: str, varies: bool) -> "Expression":
         """Append a variable with the value of ``code``.
 
         Args:
@@ -71,12 +71,12 @@ class Program:
         to = self.each if varies else self.before
         name = f"x{len(self.before) + len(self.each)}"
         to.append(f"const {C_TYPES[dtype]} {name} = {code};")
-        return _Expression(self, name, dtype, varies)
+        return Expression(self, name, dtype, varies)
 
 
 def cast(x: Any, dtype: torch.dtype) -> str:
     """Return C++ code for ``x``, an expression or a Python number, converted to ``dtype``."""
-    if not isinstance(x, _Expression):
+    if not isinstance(x, Expression):
         return f"({C_TYPES[dtype]}){_literal(float(x))}"
     x.used = True
     return x.name if x.dtype == dtype else f"({C_TYPES[dtype]}){x.name}"
@@ -84,7 +84,7 @@ def cast(x: Any, dtype: torch.dtype) -> str:
 
 def whole(x: Any) -> str:
     """Return C++ for the number ``x``, ``int32_t``; empty if none is known."""
-    if isinstance(x, _Expression):
+    if isinstance(x, Expression):
         return x.name if x.dtype == torch.int32 else x.whole
     return str(int(x)) if float(x).is_integer() and abs(x) < 1 << 31 else ""
 
@@ -107,10 +107,10 @@ def _operation(template: str, *operands: Any, dtype: torch.dtype | None = None) 
         operands: expressions and Python numbers, at least one expression.
         dtype: the dtype of the result; default the common dtype.
     """
-    expressions = [x for x in operands if isinstance(x, _Expression)]
+    expressions = [x for x in operands if isinstance(x, Expression)]
     values = [x.dtype for x in expressions if x.varies]
     if any(x.dtype == torch.bool for x in expressions):
-        raise TypeError("a rule computes with a truth value; write tl.where(condition, a, b)")
+        raise TypeError("a rule computes with a truth value")
     if dtype is None and _integers(*operands):
         raise TypeError("a rule divides or negates int32; convert it by x.to(tl.float32)")
     common = arithmetic(*values) if values else torch.float64
@@ -126,7 +126,7 @@ def _logical(template: str, *operands: Any) -> Any:
 
     Or an int32 variable, if the operands are of int32.
     """
-    expressions = [x for x in operands if isinstance(x, _Expression)]
+    expressions = [x for x in operands if isinstance(x, Expression)]
     if _integers(*operands):
         return _of_integers(template, *operands)
     if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
@@ -137,15 +137,22 @@ def _logical(template: str, *operands: Any) -> Any:
 
 def _integers(*operands: Any) -> bool:
     """Whether ``operands`` are expressions of int32, one at least, and Python integers."""
-    dtypes = {x.dtype if isinstance(x, _Expression) else type(x) for x in operands}
+    dtypes = {x.dtype if isinstance(x, Expression) else type(x) for x in operands}
     return torch.int32 in dtypes and dtypes <= {torch.int32, int}
 
 
 def _of_integers(template: str, *operands: Any) -> Any:
     """Return a new int32 variable: ``template`` filled with ``operands``; see :func:`_integers`."""
-    first, *_ = expressions = [x for x in operands if isinstance(x, _Expression)]
+    first, *_ = expressions = [x for x in operands if isinstance(x, Expression)]
     code = template.format(*map(whole, operands))
     return first.program.new(torch.int32, code, any(x.varies for x in expressions))
+
+
+def _shifted(template: str, x: "Expression", places: int) -> Any:
+    """Return a new int32 variable: the bits of ``x``, int32, shifted."""
+    if not _integers(x, places):
+        raise TypeError("a rule shifts a number that is not whole; convert it by x.to(tl.int32)")
+    return _of_integers(template, x, places)
 
 
 def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -160,7 +167,7 @@ def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any
 
 
 @dataclass(eq=False)
-class _Expression:
+class Expression:
     """A C++ variable.
 
     Attributes:
@@ -213,10 +220,12 @@ class _Expression:
         return _logical("{0} | {1}", self, other)
 
     def __lshift__(self, places: int) -> Any:
-        return _of_integers("uint32_t({0}) << {1}", self, places)
+        """The bits of this, int32, moved towards the highest."""
+        return _shifted("uint32_t({0}) << {1}", self, places)
 
     def __rshift__(self, places: int) -> Any:
-        return _of_integers("{0} >> {1}", self, places)
+        """The bits of this, int32, moved towards the lowest."""
+        return _shifted("{0} >> {1}", self, places)
 
     def __invert__(self) -> Any:
         """A boolean variable: whether this does not hold."""
@@ -238,7 +247,7 @@ class _Expression:
 
     def __bool__(self) -> bool:
         """Raise ``TypeError``: no value is known when a rule is traced."""
-        raise TypeError("a rule branches on a value; write tl.where(condition, a, b)")
+        raise TypeError("a rule branches on a value")
 
     def to(self, dtype: torch.dtype) -> Any:
         """Convert the values of elements to float32, float64 or int32, rounded towards 0."""
@@ -268,12 +277,12 @@ def _divide(x: Any, y: Any) -> Any:
 
 def _varies(x: Any) -> bool:
     """Whether ``x`` differs between elements."""
-    return isinstance(x, _Expression) and x.varies
+    return isinstance(x, Expression) and x.varies
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     """``tl.where``; takes a Python bool, too."""
-    if not isinstance(condition, _Expression):
+    if not isinstance(condition, Expression):
         return a if condition else b
     if condition.dtype != torch.bool:
         raise TypeError("a rule selects by a number; write tl.where(x != 0, a, b)")
@@ -292,7 +301,7 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     """``maximum`` or ``minimum``; the result is NaN if either argument is."""
 
     def function(a: Any, b: Any) -> Any:
-        if not isinstance(a, _Expression) and not isinstance(b, _Expression):
+        if not isinstance(a, Expression) and not isinstance(b, Expression):
             return torch_language.HELPERS[name](a, b)
         # Of 0.0 and -0.0, which are equal, torch takes that of the tensor, Python the first one.
         equal = "" if _varies(a) or _varies(b) else "="
@@ -318,7 +327,7 @@ def _function(name: str, template: str, of_number: str = "") -> Callable[[Any], 
     in_source = getattr(torch_language, name)
 
     def function(x: Any) -> Any:
-        if not isinstance(x, _Expression):
+        if not isinstance(x, Expression):
             return in_source(x)
         return _operation(template if x.varies else of_number or template, x)
 
@@ -327,7 +336,7 @@ def _function(name: str, template: str, of_number: str = "") -> Callable[[Any], 
 
 def _div_rn(x: Any, y: Any) -> Any:
     """``x / y`` rounded to the nearest."""
-    if not isinstance(x, _Expression) and not isinstance(y, _Expression):
+    if not isinstance(x, Expression) and not isinstance(y, Expression):
         return torch_language.HELPERS["div_rn"](x, y)
     return _operation("{0} / {1}", x, y)
 
@@ -339,19 +348,17 @@ def _rand(seed: Any, step: Any, program: Any) -> Any:
 
 
 def _as_float32(x: Any) -> Any:
-    """``x`` rounded to float32."""
-    return (
-        _operation("(float){0}", x)
-        if isinstance(x, _Expression)
-        else torch_language.HELPERS["as_float32"](x)
-    )
+    """``x`` rounded to float32; ``x`` itself if it is, as torch returns the tensor itself."""
+    if not isinstance(x, Expression):
+        return torch_language.HELPERS["as_float32"](x)
+    return x if x.dtype == torch.float32 else _operation("(float){0}", x)
 
 
 def _of_float32(name: str) -> Callable[[Any], Any]:
     """A function of ``loops.PREAMBLE`` that takes and returns float32."""
 
     def function(x: Any) -> Any:
-        if not isinstance(x, _Expression):
+        if not isinstance(x, Expression):
             return torch_language.HELPERS[name](x)
         return x.program.new(x.dtype, f"{name}({cast(x, torch.float32)})", x.varies)
 
@@ -361,22 +368,22 @@ def _of_float32(name: str) -> Callable[[Any], Any]:
 def _abs(x: Any) -> Any:
     """The magnitude of ``x``."""
     result = _function("abs", "math::fabs({0})")(x)
-    if n := isinstance(x, _Expression) and x.whole:
+    if n := isinstance(x, Expression) and x.whole:
         result.whole = f"({n} < 0 ? -{n} : {n})"
     return result
 
 
-def _int_bits(x: "_Expression") -> "_Expression":
+def _int_bits(x: "Expression") -> "Expression":
     """The bits of ``x`` as float32: int32."""
     return x.program.new(torch.int32, f"bits({cast(x, torch.float32)})", x.varies)
 
 
-def _float_of(bits: "_Expression") -> "_Expression":
+def _float_of(bits: "Expression") -> "Expression":
     """The float32 number that has the ``bits``."""
     return bits.program.new(torch.float32, f"number({bits.name})", bits.varies)
 
 
-def _chance(u: "_Expression", places: int) -> "_Expression":
+def _chance(u: "Expression", places: int) -> "Expression":
     """2**places times the random number ``u``: int32."""
     if not u.chance:
         return (u * 2.0**places).to(torch.int32)

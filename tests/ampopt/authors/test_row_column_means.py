@@ -381,7 +381,7 @@ def _summed(p, g, state, h, flags):
     ("changes", "message"),
     [
         ({"averages": _one_term}, r"returned 1 terms, .* averaged over \('rows', 'columns'\)"),
-        ({"averages": _summed}, r"`g.sum\(\)`.*A rule is elementwise"),
+        ({"averages": _summed}, r"g.sum\(\).*A rule is elementwise"),
         ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
         (
             {"factors": lambda means, state, h, flags: (means, h[9])},
@@ -389,6 +389,7 @@ def _summed(p, g, state, h, flags):
         ),
         ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
         ({"factors": lambda m, state, h, flags: (m, (m[0] / m[0].mean(), m[1]))}, "in a stack"),
+        ({"factors": lambda m, state, h, flags: (m, (m[0].add_(1.0), m[1]))}, "in place"),
     ],
 )
 def test_functions_that_give_something_else_are_refused_before_the_first_step(changes, message):

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt._step import overflow
 from ampopt.testing.no_sync import ReadBack, assert_no_sync
-from ampopt_kernels.check_rule.on_numbers import try_out
+from ampopt_kernels.check_rule import try_out
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")

@@ -126,19 +126,19 @@ def calls_one_that_is_refused(p, g, state, h, flags):
 @pytest.mark.parametrize(
     ("function", "code", "advice"),
     [
-        (global_number, "`GAMMA`", "NAME: tl.constexpr = NUMBER"),
-        (squares, "`g ** 2`", "x * x"),
-        (powers, "`h[0] ** h[1]`", "power(x, y) of ampopt_kernels"),
+        (global_number, "GAMMA", "NAME: tl.constexpr = NUMBER"),
+        (squares, "g**2", "x * x"),
+        (powers, "h[0] ** h[1]", "power(x, y) of ampopt_kernels"),
         (loops_over_a_tuple, "`for rate in h:`", "tl.static_range(len(state))"),
-        (root_of_a_comparison, "`tl.sqrt(g > 0)`", "See ampopt_kernels.Rule"),
-        (calls_unmarked, "`unmarked(g)`", "marked with jit"),
-        (formats, "f'{h[0]}'", "ampopt_kernels.Rule"),
+        (root_of_a_comparison, "tl.sqrt(g > 0)", "tl.where(x > 0, 1.0, 0.0)"),
+        (calls_unmarked, "unmarked(g)", "marked with jit"),
+        (formats, 'f"{h[0]}"', "ampopt_kernels.Rule"),
         (unpacks_the_rest, "`rate, *rest = h`", "a + (b,)"),
-        (writes_the_seed, "`rand(0, h[1], at)`", "are numbers of h"),
-        (pythons_own, "`abs`", "Write tl.abs(x)"),
-        (has_a_lambda, "`lambda x: 2 * x`", "ampopt_kernels.Rule"),
-        (of(0.5), "`rate`", "NAME: tl.constexpr = NUMBER"),
-        (calls_one_that_is_refused, "`x ** 3`", "x * x"),
+        (writes_the_seed, "rand(0, h[1], at)", "are numbers of h"),
+        (pythons_own, "abs(g)", "Write tl.abs(x)"),
+        (has_a_lambda, "lambda x: 2 * x", "ampopt_kernels.Rule"),
+        (of(0.5), "rate", "NAME: tl.constexpr = NUMBER"),
+        (calls_one_that_is_refused, "x**3", "x * x"),
     ],
     ids=lambda value: getattr(getattr(value, "fn", None), "__name__", ""),
 )
@@ -146,8 +146,8 @@ def test_what_triton_refuses_is_named_with_its_line_and_a_remedy(function, code,
     at_fault = cubed if function is calls_one_that_is_refused else function
     lines, first = inspect.getsourcelines(at_fault.fn)
     (line,) = (first + i for i, text in enumerate(lines) if "# here" in text)
-    place = f"{__file__}:{line}, in {at_fault.fn.__name__}: "
-    assert_refused(Rule(update=function, hyper=HYPER), ValueError, "update of", place, code, advice)
+    place = f"{__file__}:{line}, in {at_fault.fn.__name__}: `"
+    assert_refused(Rule(update=function, hyper=HYPER), "update of", place, code, advice)
 
 
 @jit
@@ -173,7 +173,7 @@ def test_what_triton_refuses_in_averages_is_named_too():
     param.grad = torch.ones(2, 3)
     optimizer = optimizer_of(rule)([param])
     with pytest.raises(
-        ValueError, match=r"averages of Author's rule cannot be compiled for a GPU: .*`GAMMA`"
+        ValueError, match="averages of Author's rule: .*GAMMA.* cannot be compiled for a GPU"
     ):
         optimizer.step()
     assert not optimizer.state and param.eq(1).all()
@@ -204,7 +204,7 @@ def plain(p, g, state, h, flags):
 @needs_triton
 def test_scalars_are_compiled_too():
     rule = Rule(update=plain, hyper=HYPER, scalars=counts_in_powers, scalar_state=(State("count"),))
-    assert_refused(rule, ValueError, "scalars of", "in counts_in_powers: `0.5 ** s[0]`", "power")
+    assert_refused(rule, "scalars of", "in counts_in_powers: `return", "0.5 ** s[0]", "power")
 
 
 @jit
@@ -225,7 +225,7 @@ def test_a_rule_is_compiled_under_the_flags_of_its_groups():
     optimizer = Author([param], {"lr": 0.5, "decay": 0.25, "extra": False})
     optimizer.step()
     optimizer.param_groups[0]["extra"] = True
-    with pytest.raises(ValueError, match=r"`g \*\* 2`"):
+    with pytest.raises(ValueError, match=r"`g = g\*\*2`"):
         optimizer.step()
     assert param.tolist() == [0.5, 0.5, 0.5]
 

@@ -279,7 +279,7 @@ def _branching(p, g, state, h, flags):
 
 
 def test_what_has_no_cpp_is_an_error():
-    with pytest.raises(TypeError, match="tl.where"):
+    with pytest.raises(TypeError, match="branches on a value"):
         source_of(Kind(Rule(update=_branching, hyper=("a",)), (), (F32, F32), (), 1))
 
 
