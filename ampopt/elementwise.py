@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import RuleRunner, RuleStep
-from ampopt._step.checks import check_loaded, check_options, check_rule
+from ampopt._step.checks import check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import check_like, kind_of
+from ampopt._step.loading import check_loaded
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names

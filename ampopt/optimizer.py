@@ -9,9 +9,9 @@ from torch import Tensor
 from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
+from ampopt._step.loading import loaded_uncast
 from ampopt._step.observers import as_loss
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_for

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,65 +158,27 @@ class HostState:
         """Add all objects that are reachable from those in ``_queue`` to the snapshot."""
         while self._queue:
             value, what = self._queue.pop()
+            kind = _kind_of(type(value))
             if dtensor.is_dtensor(value):
                 self._find_spread(value, what)
                 continue
-            is_known = self._find_contents(value, what)
-            attributes = getattr(value, "__dict__", None)
-            if isinstance(attributes, dict) and not isinstance(value, types.MethodType):
-                self._find_attributes(value, attributes, what)
-                is_known = True
-            if slots := _slots(value):
-                self._find_slots(value, slots, what)
-                is_known = True
-            if not is_known:
+            if isinstance(value, Tensor):
+                self._find_tensor(value, what)
+            elif kind is not None:
+                if kind.read is not None and kind.write is not None:
+                    read, write = (functools.partial(f, value) for f in (kind.read, kind.write))
+                    self._keep(what, read, write, grows=isinstance(value, dict))
+                for key, part in kind.parts(value):
+                    self._add_named(part, what, key)
+            attributes = _attributes(value)
+            if attributes is not None:
+                read, write = (functools.partial(f, value) for f in (_attributes, _set_attributes))
+                self._keep(what, read, write, grows=True)
+                for name, part in attributes.items():
+                    if not isinstance(part, _ATOMS):
+                        self._add(part, f"{what}.{name}")
+            elif kind is None and not isinstance(value, Tensor):
                 self.hidden_object = self.hidden_object or f"{what}, a {type(value).__name__}"
-
-    def _find_contents(self, value: Any, what: str) -> bool:
-        """Add the contents of ``value`` to the snapshot; ``False`` if its type is unknown."""
-        numpy = sys.modules.get("numpy")
-        if isinstance(value, Tensor):
-            self._find_tensor(value, what)
-        elif isinstance(value, dict):
-            self._keep(what, lambda: dict(value), functools.partial(_refill, value), grows=True)
-            for key, item in value.items():
-                self._add(key, what)
-                self._add_named(item, what, key)
-        elif isinstance(value, (list, deque)):
-            self._keep(what, lambda: list(value), functools.partial(_replace, value))
-            self._add_each(value, what)
-        elif isinstance(value, set):
-            self._keep(what, lambda: set(value), functools.partial(_refill, value))
-            self._add_each(value, what)
-        elif isinstance(value, (tuple, frozenset)):
-            self._add_each(value, what)
-        elif isinstance(value, bytearray):
-            self._keep(what, lambda: bytes(value), functools.partial(_replace, value))
-        elif isinstance(value, (torch.Generator, random.Random)):
-            self._keep(what, *_accessors(value))
-        elif isinstance(value, types.MethodType):
-            self._add_each((value.__func__, value.__self__), what)
-        elif isinstance(value, types.FunctionType):
-            self._add_each(value.__closure__ or (), what)
-        elif isinstance(value, types.CellType):
-            self._keep(what, lambda: _contents(value), functools.partial(_fill, value))
-            self._add_each(_contents(value), what)
-        elif isinstance(value, functools.partial):
-            self._add_each((value.func, value.args, value.keywords), what)
-        elif numpy is None:
-            return False
-        elif isinstance(value, numpy.generic):
-            pass
-        elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-            self._keep(what, value.copy, functools.partial(numpy.copyto, value))
-        elif isinstance(value, numpy.random.RandomState):
-            self._keep(what, lambda: value.get_state(legacy=False), value.set_state)
-        elif isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            self._keep(what, lambda: bits.state, functools.partial(setattr, bits, "state"))
-        else:
-            return False
-        return True
 
     def _add_each(self, values: Iterable[Any], what: str) -> None:
         """Visit each of ``values`` later; ``what`` is the name of their container."""
@@ -224,9 +186,11 @@ class HostState:
             self._add_named(value, what, index)
 
     def _add_named(self, value: Any, what: str, key: Any) -> None:
-        """Visit ``value``, the entry ``key`` of ``what``, later."""
+        """Visit ``value``, the entry ``key`` of ``what``, later; and ``key``."""
         if not isinstance(value, _ATOMS):
             self._add(value, f"{what}[{key!r}]" if isinstance(key, (str, int)) else f"{what}[...]")
+        if not isinstance(key, _ATOMS):
+            self._add(key, what)
 
     def _find_tensor(self, tensor: Tensor, what: str) -> None:
         """Keep the layout of ``tensor``, and list it; or its inner tensors if it is a wrapper."""
@@ -250,46 +214,6 @@ class HostState:
         part = functools.partial(setattr, tensor, LOCAL_TENSOR)
         self._keep(what, lambda: dtensor.local(tensor), part)
         self._add(dtensor.local(tensor), what)
-
-    def _find_attributes(self, owner: Any, attributes: dict[str, Any], what: str) -> None:
-        """Keep the attributes of ``owner``, and visit their values later.
-
-        Attributes of an optimizer that describe its last attempt are left out.
-        """
-        skip_attempt = isinstance(owner, torch.optim.Optimizer)
-
-        def read() -> dict[str, Any]:
-            if not skip_attempt:
-                return dict(attributes)
-            return {name: value for name, value in attributes.items() if name not in _ATTEMPT}
-
-        def write(was: dict[str, Any]) -> None:
-            for name in read():
-                if name not in was:
-                    del attributes[name]
-            attributes.update(was)
-
-        self._keep(what, read, write, grows=True)
-        for name, value in read().items():
-            if not isinstance(value, _ATOMS):
-                self._add(value, f"{what}.{name}")
-
-    def _find_slots(self, owner: Any, slots: list[str], what: str) -> None:
-        """Record the ``__slots__`` of ``owner``, whose values are visited later."""
-
-        def read() -> dict[str, Any]:
-            return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
-
-        def write(was: dict[str, Any]) -> None:
-            for name in read():
-                if name not in was:
-                    object.__delattr__(owner, name)
-            for name, value in was.items():
-                object.__setattr__(owner, name, value)
-
-        self._keep(what, read, write, grows=True)
-        for name, value in read().items():
-            self._add(value, f"{what}.{name}")
 
     def _keep(
         self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
@@ -325,6 +249,46 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+# --- attributes -----------------------------------------------------------------------------------
+
+
+def _slots(value: Any) -> list[str]:
+    """The names in the ``__slots__`` of the class of ``value`` and of its bases."""
+    return copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+
+
+def _attributes(owner: Any) -> dict[str, Any] | None:
+    """The attributes of ``owner``; ``None`` if its class has neither ``__dict__`` nor slots.
+
+    Those of an optimizer that describe its last attempt are left out, and those of a bound method,
+    which are its function's.
+    """
+    own, slots = getattr(owner, "__dict__", None), _slots(owner)
+    if isinstance(owner, types.MethodType) or not (isinstance(own, dict) or slots):
+        return None
+    left_out = _ATTEMPT if isinstance(owner, torch.optim.Optimizer) else ()
+    attributes = {name: value for name, value in (own or {}).items() if name not in left_out}
+    return attributes | {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+
+
+def _set_attributes(owner: Any, was: dict[str, Any]) -> None:
+    """Set the attributes of ``owner`` to what :func:`_attributes` returned."""
+    own, slots = getattr(owner, "__dict__", {}), _slots(owner)
+    for name in (_attributes(owner) or {}).keys() - was.keys():
+        if name in slots:
+            object.__delattr__(owner, name)
+        else:
+            del own[name]
+    for name, value in was.items():
+        if name in slots:
+            object.__setattr__(owner, name, value)
+        else:
+            own[name] = value
+
+
+# --- contents -------------------------------------------------------------------------------------
+
+
 def _refill(container: Any, was: Any) -> None:
     """Make a mapping or a set equal to ``was``, in place."""
     container.clear()
@@ -353,14 +317,6 @@ def _fill(cell: types.CellType, was: tuple[Any, ...]) -> None:
         del cell.cell_contents
 
 
-def _slots(value: Any) -> list[str]:
-    """The names in the ``__slots__`` of the class of ``value`` and of its bases."""
-    return copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-
-
-# --- random generators ---------------------------------------------------------------------------
-
-
 @dataclass
 class _Bytes:
     """The state of a ``torch.Generator``, and its bytes, which are faster to compare."""
@@ -369,16 +325,72 @@ class _Bytes:
     data: bytes
 
 
-def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Functions that get and set the state of ``generator``."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
+def _generator_state(generator: torch.Generator) -> _Bytes:
+    """The state of ``generator``."""
+    state = generator.get_state()
+    return _Bytes(state, ctypes.string_at(state.data_ptr(), state.numel()))
 
-    def get() -> _Bytes:
-        state = generator.get_state()
-        return _Bytes(state, ctypes.string_at(state.data_ptr(), state.numel()))
 
-    return get, lambda was: generator.set_state(was.state)
+class _Kind(NamedTuple):
+    """What objects of some types contain.
+
+    Attributes:
+        types: the types.
+        parts: ``(key, part)`` for each object in one of them.
+        read: returns a copy of the contents, to compare; ``None`` if they cannot change.
+        write: ``write(object, copy)`` restores the contents.
+    """
+
+    types: tuple[Any, ...]
+    parts: Callable[[Any], Iterable[tuple[Any, Any]]] = lambda value: ()
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any, Any], Any] | None = None
+
+
+_KINDS = (
+    _Kind((dict,), dict.items, dict, _refill),
+    _Kind((list, deque), enumerate, list, _replace),
+    _Kind((set,), enumerate, set, _refill),
+    _Kind((tuple, frozenset), enumerate),
+    _Kind((bytearray,), read=bytes, write=_replace),
+    _Kind((random.Random,), read=random.Random.getstate, write=random.Random.setstate),
+    _Kind((torch.Generator,), read=_generator_state, write=lambda g, was: g.set_state(was.state)),
+    _Kind((types.MethodType,), lambda method: enumerate((method.__func__, method.__self__))),
+    _Kind((types.FunctionType,), lambda function: enumerate(function.__closure__ or ())),
+    _Kind((types.CellType,), lambda cell: enumerate(_contents(cell)), _contents, _fill),
+    _Kind((functools.partial,), lambda p: enumerate((p.func, p.args, p.keywords))),
+)
+
+
+def _kinds_of_numpy(numpy: Any) -> tuple[_Kind, ...]:
+    """The kinds of NumPy's objects."""
+    states = numpy.random.RandomState
+    return (
+        _Kind((numpy.generic,)),
+        _Kind(
+            (numpy.ndarray,),
+            lambda array: enumerate(array.ravel().tolist() if array.dtype.hasobject else ()),
+            numpy.copy,
+            numpy.copyto,
+        ),
+        _Kind((states,), read=lambda s: s.get_state(legacy=False), write=states.set_state),
+        _Kind(
+            (numpy.random.Generator,),
+            read=lambda generator: generator.bit_generator.state,
+            write=lambda generator, was: setattr(generator.bit_generator, "state", was),
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(cls: type) -> _Kind | None:
+    """What objects of the type ``cls`` contain; ``None`` if that is not known."""
+    numpy = sys.modules.get("numpy")
+    kinds = _KINDS if numpy is None else (*_KINDS, *_kinds_of_numpy(numpy))
+    return next((kind for kind in kinds if issubclass(cls, kind.types)), None)
+
+
+# --- random generators ---------------------------------------------------------------------------
 
 
 def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:

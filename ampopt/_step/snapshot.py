@@ -1,17 +1,14 @@
-"""Restores parameters and optimizer state bitwise: after a failed step, and after loading."""
+"""Restores parameters and optimizer state bitwise after a failed step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt._step.tensor_subclasses import copy_of, inner_names, memory_of
+from ampopt._step.tensor_subclasses import copy_of, memory_of
 from ampopt._step.torch_private import pytree
 
-__all__ = ["Snapshot", "loaded_uncast"]
+__all__ = ["Snapshot"]
 
 
 class Snapshot:
@@ -91,58 +88,3 @@ def _save_state(state: Any, shared_keys: frozenset[str]) -> Any:
 def _restore(tree: Any) -> Any:
     """Restore each :class:`_SavedLeaf` of ``tree``, and return the tree of objects."""
     return pytree.tree_map(_SavedLeaf.restore, tree)
-
-
-@contextmanager
-def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager: ``load_state_dict`` copies state tensors, and keeps their saved dtypes.
-
-    Torch casts state tensors to the parameter's dtype; this undoes the cast. It also shares tensors
-    that need no cast with the state dict, so that two optimizers would write to one state.
-
-    This runs after the user's load-state-dict pre-hooks and before the user's post-hooks.
-    """
-    state_dicts: list[dict[str, Any]] = []
-
-    def remember(_: Any, state_dict: dict[str, Any]) -> None:
-        state_dicts.append(state_dict)
-
-    def uncast(_: Any) -> None:
-        (saved_dict,) = state_dicts
-        keys = chain.from_iterable(group["params"] for group in saved_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        for key, param in zip(keys, params, strict=True):
-            if key in saved_dict["state"]:
-                optimizer.state[param] = _uncast(optimizer.state[param], saved_dict["state"][key])
-
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(remember),
-        optimizer.register_load_state_dict_post_hook(uncast, prepend=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _uncast(value: Any, saved_value: Any) -> Any:
-    """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
-    if isinstance(value, dict) and isinstance(saved_value, dict):
-        for key in value.keys() & saved_value.keys():
-            value[key] = _uncast(value[key], saved_value[key])
-        return value
-    if pytree.tree_structure(value) != pytree.tree_structure(saved_value):
-        return value
-    return pytree.tree_map(_uncast_copy, value, saved_value)
-
-
-def _uncast_copy(value: Any, saved_value: Any) -> Any:
-    """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
-    if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
-        return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
-    if inner_names(saved_value):  # its `to` may change the dtype alone, and share its inner tensors
-        return copy_of(saved_value.to(value.device))
-    if value.dtype != saved_value.dtype:
-        return saved_value.to(value.device, copy=True)
-    return value.clone() if value is saved_value else value

@@ -1,0 +1,222 @@
+"""Loading a state dict: which ones are refused, and how every state keeps its dtype."""
+
+import inspect
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt._step.small_states import KEYS, codes_key, scale_key
+from ampopt._step.tensor_subclasses import copy_of, inner_names
+from ampopt._step.torch_private import pytree
+from ampopt_kernels import rules
+from ampopt_kernels.rule import MASTER, Rule
+
+__all__ = ["check_loaded", "loaded_uncast"]
+
+_DROP_INS = "ampopt.optim."
+"""Prefix of the modules of classes whose constructors check hyperparameters."""
+
+
+def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Raise for a state dict with states or hyperparameters that no step can use.
+
+    Hyperparameters are checked by the constructor of the :mod:`ampopt.optim` class of
+    ``optimizer``, if there is one. ``lr`` is not checked: a schedule may set it to any value.
+
+    Raises:
+        TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
+        ValueError: ``state_dict`` is that of something else, the constructor refuses a
+            hyperparameter, 8-bit codes are missing, a count is negative or NaN, or a state is on
+            the meta device.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict takes what state_dict() returned, got {state_dict!r}")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "load_state_dict takes what state_dict() of an optimizer returned, with the keys "
+            f"'state' and 'param_groups', got one with the keys {list(state_dict)[:8]}: if this is "
+            "a whole checkpoint, pass its entry of the optimizer"
+        )
+    _check_of_this_optimizer(optimizer, state_dict)
+    for key, state in state_dict["state"].items():
+        _check_codes_are_there(optimizer.rule, key, state)
+        if isinstance(state, Mapping):
+            _check_entries(optimizer, key, state)
+    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
+    if (cls := next(classes, None)) is None:
+        return
+    names = set(optimizer.rule.hyper) & inspect.signature(cls).parameters.keys() - {"lr"}
+    for index, group in enumerate(state_dict["param_groups"]):
+        try:
+            cls([torch.zeros(1, device="cpu")], **{n: group[n] for n in names if n in group})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{cls.__name__} refuses param group {index} of the state to be loaded: "
+                f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
+            ) from error
+
+
+def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``state_dict`` is that of another optimizer.
+
+    Entries that users keep under names of their own are allowed.
+    """
+    rule, name = optimizer.rule, type(optimizer).__name__
+    wrong = f"Nothing was loaded: load the state_dict() of {name}"
+    others_read, others_keep = _names_of_others(rule)
+    reads = {*rule.hyper, *rule.flags} & optimizer.param_groups[0].keys()
+    for index, group in enumerate(state_dict["param_groups"]):
+        lacking = sorted(reads - group.keys())
+        # torch adds flags that checkpoints of older versions lack.
+        if not set(rule.hyper).isdisjoint(lacking) or (lacking and others_read & group.keys()):
+            raise ValueError(
+                f"param group {index} of the state to be loaded has no {lacking[0]!r}, which "
+                f"{name} reads, but {sorted(group.keys() - {'params'})}, as another optimizer "
+                f"has. {wrong}"
+            )
+    keys = {key for group in state_dict["param_groups"] for key in group["params"]}
+    for key, state in state_dict["state"].items():
+        if key not in keys or not isinstance(state, Mapping):  # users keep entries of their own
+            continue
+        if others := sorted(others_keep & state.keys()):
+            raise ValueError(
+                f"the state to be loaded has {others[0]!r} of parameter {key}, which another "
+                f"optimizer has; {name} has {[part.name for part in rule.state]}. {wrong}"
+            )
+        counts = any(part.name == "step" for part in rule.scalar_state)
+        if counts and "step" not in state and any(part.name in state for part in rule.state):
+            raise ValueError(
+                f"the state to be loaded has no 'step', the count of steps, of parameter {key}, "
+                f"but {sorted(state)}. {wrong}"
+            )
+
+
+def _names_of_others(rule: Rule) -> tuple[set[str], set[str]]:
+    """What other built-in rules read from param groups, and their states: what ``rule`` has not."""
+    every = [other for other in vars(rules).values() if isinstance(other, Rule)]
+    read = {name for other in every for name in (*other.hyper, *other.flags)}
+    states = {part.name for other in every for part in (*other.state, *other.scalar_state)}
+    own_states = {"step", *(part.name for part in (*rule.state, *rule.scalar_state))}
+    return read - {*rule.hyper, *rule.flags}, states - own_states
+
+
+def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
+    """Raise for an entry of ``state`` of parameter ``key`` that is of the wrong kind.
+
+    Raises:
+        TypeError: it is neither a tensor nor a number.
+        ValueError: it is a count that no step makes, or has no values.
+    """
+    rule = optimizer.rule
+    coded = {codes_key(name) for name in (MASTER, *(part.name for part in rule.state))}
+    scales = {scale_key(part.name) for part in rule.state}
+    scalars = {KEYS, *(part.name for part in rule.scalar_state)}
+    names = {MASTER, *(part.name for part in rule.state), *coded, *scales, *scalars}
+    for name in names.intersection(state):
+        value, wrong = state[name], None
+        if not isinstance(value, Tensor | numbers.Real | None) or (value is None and name in coded):
+            wrong = TypeError, "must be a tensor" + " or a number" * (name in scalars)
+        elif isinstance(value, Tensor) and value.is_meta and not _is_on_meta(optimizer):
+            wrong = ValueError, "has no values: load it onto a device"
+        elif name in ("step", KEYS) and not _is_count(value):
+            wrong = ValueError, "must be a whole number, 0 or more"
+        if wrong is not None:
+            error, what = wrong
+            raise error(
+                f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
+                f"{name!r} of parameter {key}, which {what}. Nothing was loaded: fix the entry in "
+                "state_dict['state']"
+            )
+
+
+def _is_on_meta(optimizer: Any) -> bool:
+    """Whether a parameter of ``optimizer`` is on the meta device."""
+    return any(param.is_meta for param in gradients.params_of(optimizer.param_groups))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether ``value`` may be a count: not if the host knows a number that is none."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() != 1:
+            return True
+        value = value.item()
+    return value is None or (value >= 0 and value % 1 == 0)
+
+
+def _check_codes_are_there(rule: Rule, key: Any, state: Any) -> None:
+    """Raise if the codes of 8-bit states were lost on the way from a checkpoint.
+
+    Some loaders look for the names that states have in memory, and take what they do not find to be
+    an empty dict (torch's, of flattened state dicts), or leave it out (torchtitan's).
+    """
+    for name in (MASTER, *(part.name for part in rule.state)):
+        if not isinstance(state, Mapping) or codes_key(name) in state:
+            continue
+        value = state.get(name, {} if scale_key(name) in state else None)
+        if isinstance(value, Mapping) and not value:
+            raise ValueError(
+                f"the state to be loaded has no {codes_key(name)!r} of parameter {key}: the loader "
+                f"looked for {name!r}, as it is called in memory. Nothing was loaded: pass the "
+                "loader {key.removesuffix('_codes'): value for key, value in state_dict.items()}"
+            )
+
+
+@contextmanager
+def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager: ``load_state_dict`` copies state tensors, and keeps their saved dtypes.
+
+    Torch casts state tensors to the parameter's dtype; this undoes the cast. It also shares tensors
+    that need no cast with the state dict, so that two optimizers would write to one state.
+
+    This runs after the user's load-state-dict pre-hooks and before the user's post-hooks.
+    """
+    state_dicts: list[dict[str, Any]] = []
+
+    def remember(_: Any, state_dict: dict[str, Any]) -> None:
+        state_dicts.append(state_dict)
+
+    def uncast(_: Any) -> None:
+        (saved_dict,) = state_dicts
+        keys = chain.from_iterable(group["params"] for group in saved_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for key, param in zip(keys, params, strict=True):
+            if key in saved_dict["state"]:
+                optimizer.state[param] = _uncast(optimizer.state[param], saved_dict["state"][key])
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(uncast, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _uncast(value: Any, saved_value: Any) -> Any:
+    """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
+    if isinstance(value, dict) and isinstance(saved_value, dict):
+        for key in value.keys() & saved_value.keys():
+            value[key] = _uncast(value[key], saved_value[key])
+        return value
+    if pytree.tree_structure(value) != pytree.tree_structure(saved_value):
+        return value
+    return pytree.tree_map(_uncast_copy, value, saved_value)
+
+
+def _uncast_copy(value: Any, saved_value: Any) -> Any:
+    """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
+    if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
+        return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
+    if inner_names(saved_value):  # its `to` may change the dtype alone, and share its inner tensors
+        return copy_of(saved_value.to(value.device))
+    if value.dtype != saved_value.dtype:
+        return saved_value.to(value.device, copy=True)
+    return value.clone() if value is saved_value else value
