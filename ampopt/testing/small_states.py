@@ -28,7 +28,7 @@ class SmallStates(Claims):
 
     @invariant(
         claim="plain_steps",
-        history=lambda cls: finite(cls, dtypes=(torch.float32,)),
+        history=lambda cls: finite(cls, dtypes=(torch.float32,), kind="uneven"),
         bits=lambda cls: st.sampled_from(cls.state_bits),
     )
     def test_small_states_are_near_full_ones(self, make: Any, history: History, bits: int) -> None:

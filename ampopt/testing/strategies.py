@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 NON_FINITE = (math.inf, -math.inf, math.nan)
-Kind = Literal["ordinary", "edge"]
+Kind = Literal["ordinary", "uneven", "edge"]
 _FEW = 12
 """Up to this size, each element of a tensor is drawn; larger tensors repeat as many."""
 
@@ -94,13 +94,17 @@ def values(dtype: torch.dtype, kind: Kind = "ordinary") -> st.SearchStrategy[Any
     Args:
         dtype: a real or complex floating-point dtype.
         kind: ``"ordinary"`` draws multiples of 1/256 from -4 to 4 and -0.0, on which arithmetic
-            stays in the normal range. ``"edge"`` draws any finite number, and often zeros of both
-            signs, subnormals and numbers near overflow. Examples shrink to 1, as a failure on zeros
-            alone may show nothing but a -0.0 in place of a 0.0.
+            stays in the normal range. ``"uneven"`` draws powers of two from 2^-12 to 4, of both
+            signs. ``"edge"`` draws any finite number, and often zeros of both signs, subnormals and
+            numbers near overflow. Examples shrink to 1, as a failure on zeros alone may show
+            nothing but a -0.0 in place of a 0.0.
     """
     if dtype.is_complex:
         part = values(dtype.to_real(), kind)
         return st.builds(complex, part, part)
+    if kind == "uneven":
+        signs = st.sampled_from((1.0, -1.0))
+        return st.builds(math.ldexp, signs, st.integers(-12, 2))
     ordinary = st.integers(-1280, 768).map(lambda n: 1 + n / 256) | st.sampled_from((0.0, -0.0))
     if kind == "ordinary":
         return ordinary

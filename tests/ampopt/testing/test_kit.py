@@ -262,6 +262,14 @@ def test_numbers_shrink_to_one_and_not_to_zeros():
         hypothesis.find(drawn, lambda x: math.copysign(1.0, x) < 0 == x, settings=settings)
 
 
+def test_uneven_numbers_are_powers_of_two_far_apart():
+    drawn = strategies.values(torch.float32, "uneven")
+    settings = hypothesis.settings(max_examples=2000, database=None, derandomize=True)
+    assert hypothesis.find(drawn, lambda x: True, settings=settings) == 1.0
+    for number in (2.0**-12, -(2.0**-12), 4.0, -4.0):
+        hypothesis.find(drawn, lambda x, number=number: x == number, settings=settings)
+
+
 class Drifts(ampopt.SGD):
     """SGD whose parameters change in the calls that one claim is about, and in no others."""
 
