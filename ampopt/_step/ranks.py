@@ -99,11 +99,14 @@ def agreement(
             "mesh with names for its dimensions, and shard over its submeshes, such as mesh['dp'] "
             "and mesh['tp']; or give the optimizer the process_group of all their ranks"
         )
+    groups = groups_of(mesh) if process_group is None else [process_group]
+    if all(torch.distributed.get_world_size(group) == 1 for group in groups):
+        return None
     return Agreement(
         param_groups,
         replicated,
         holders,
-        groups_of(mesh) if process_group is None else [process_group],
+        groups,
         mesh,
         _settings(optimizers, is_told=is_told),
         names_ranks=process_group is not None,

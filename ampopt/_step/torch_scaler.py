@@ -73,6 +73,7 @@ class SupportsAmpScaling:
         return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
 
 
+@uncompiled
 def take_handoff(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ScalerHandoff | None:
@@ -105,14 +106,12 @@ def take_handoff(
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
     ours = optimizer._ampopt
-    if (agreement := ours.agreement()) is None:
-        return handoff
-    device, scale = ours.decision_device, handoff.grad_scale
-    if not agreement.is_sharded_throughout:
+    agreement, device, scale = ours.agreement(), ours.decision_device, handoff.grad_scale
+    if agreement is not None and not agreement.is_sharded_throughout:
         if scale is None:  # the step checks nothing, and the flag may be of this rank alone
             handoff.found_inf = agreement.flag(handoff.found_inf, device)
         return handoff
-    # The scaler has all-reduced its flag. Under a scale below 1, an unscale can overflow.
+    # The scaler's flag is that of all ranks. Under a scale below 1, an unscale can overflow.
     is_observed = ours.observers.causes or ours.observers.watch is not None
     if scale is None or is_observed or not backend_for(device).host_sees:
         return handoff
