@@ -380,3 +380,7 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
     if master.dtype == LOW_BITS:
         return master.is_meta or not master.any()
     return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
+
+
+# torch.amp.GradScaler asks for the signature of ``step`` in each step; torch's hooks copy this.
+vars(ElementwiseOptimizer.step)["__signature__"] = inspect.signature(ElementwiseOptimizer.step)

@@ -162,7 +162,7 @@ class AgreementCache:
 
     def get(self, optimizer: Any, process_group: Any) -> Agreement | None:
         """The :func:`agreement` of ``optimizer``."""
-        if process_group is None and self._agreement is None and not _is_initialized():
+        if self._key is None and process_group is None and not _is_initialized():
             return None
         groups = optimizer.param_groups
         if groups is not self._groups or not self._members.unchanged():

@@ -73,7 +73,6 @@ class SupportsAmpScaling:
         return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
 
 
-@uncompiled
 def take_handoff(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ScalerHandoff | None:
@@ -167,7 +166,7 @@ def _with_requests(step: Callable[..., Any], *, reads_scaler: bool = False) -> C
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handoff = None if reads_scaler else take_handoff(self, args, kwargs)
+        handoff = None if reads_scaler else _handoff(self, args, kwargs)
         request = _plain_request(self, args, kwargs) if handoff is None else handoff.request
         if request is None:
             result = step(self, *args, **kwargs)
@@ -201,6 +200,9 @@ def following_unscale(step: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return method
+
+
+_handoff = uncompiled(take_handoff)
 
 
 @uncompiled

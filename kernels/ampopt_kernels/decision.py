@@ -1,7 +1,8 @@
 """The data that passes between the caller and the passes of a step.
 
 The caller makes a :class:`Request`. ``detect`` returns :class:`Partials`, flags and sums of
-squares; ``control`` returns a :class:`Decision`, which ``update`` carries out.
+squares; ``control`` returns a :class:`Decision`, which ``update`` carries out. None of them is
+changed once it is made; to freeze them would take as long as a small step's arithmetic.
 """
 
 import functools
@@ -28,7 +29,7 @@ AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums]], None]
 collective: every rank that has a shard calls it once."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """Options of one step.
 
@@ -92,7 +93,7 @@ class Request:
         return self.check or self.max_norm is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Partials:
     """The results of detect, one for each chunk; a chunk is a tensor or a slice of one.
 
@@ -133,7 +134,7 @@ class Coefficients(NamedTuple):
     """Clip coefficient, at most 1."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decision:
     """The result of control. All tensors are new, and on the device of the first work.
 
