@@ -355,14 +355,13 @@ class Masters(RefersToOptimizer):
             if param.grad is not grad or (old_version is not None and version(grad) != old_version):
                 name = gradients.name_of(self.optimizer.param_groups, param)
                 raise RuntimeError(
-                    f"the gradient of {name} was changed after unscale(), which put the "
-                    "unscaled gradients on the float32 masters, where the step finds them: clip or "
-                    "edit those of optimizer.master_params(), "
+                    f"the gradient of {name} was changed after unscale(), but the step uses the "
+                    "unscaled gradients of the float32 masters: clip or edit the gradients of "
+                    "optimizer.master_params(), "
                     "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
-                    "let unscale_and_step(max_norm=...) clip. Those are what a Trainer of "
-                    "transformers or trl clips after "
-                    "ampopt.integrations.transformers.prepare(trainer), Accelerate after "
-                    "ampopt.integrations.accelerate.use_scaler(accelerator), and Lightning with "
+                    "let unscale_and_step(max_norm=...) clip. In a Trainer of transformers or trl, "
+                    "call ampopt.integrations.transformers.prepare(trainer); with Accelerate, "
+                    "ampopt.integrations.accelerate.use_scaler(accelerator); with Lightning, use "
                     "the plugin ampopt.integrations.lightning.MixedPrecision. zero_grad() discards "
                     "the unscale"
                 )

@@ -259,7 +259,7 @@ def _warn_of_own_step(name: str) -> None:
     warnings.warn(
         f"{name}.step overrides the step of a rule, so a step that overflows is run and rolled "
         "back, or every step waits for the overflow flag. If it only refuses some steps, define "
-        "check_step() instead; if what it adds need not be skipped, set "
+        "check_step() instead; if the code that it adds need not be skipped, set "
         'skip_by = "step" in the class; else skip_by = "transaction" or "host"',
         UserWarning,
         stacklevel=2,

@@ -278,8 +278,8 @@ class UnpicklableGroup:
             TypeError: always, as a process group means nothing in another process.
         """
         raise TypeError(
-            "an optimizer with a process_group cannot be pickled, as a group is of this process: "
-            "save its state_dict(), or set process_group to None first"
+            "an optimizer with a process_group cannot be pickled, because a group belongs to its "
+            "process: save its state_dict(), or set process_group to None first"
         )
 
 

@@ -264,10 +264,10 @@ class CapturedSteps:
             groups = self._optimizer.param_groups
             names = ", ".join(sorted(name_of(groups, param) for param in others))
             raise RuntimeError(
-                f"cuda_graph=True: of {names}, some steps before or in the capture computed a "
-                "gradient and others did not. A graph computes and applies the same gradients at "
-                "each replay: have the model use every parameter in each step, freeze those that "
-                "it does not use (requires_grad_(False)), or leave cuda_graph out"
+                "cuda_graph=True: some steps before or in the capture computed gradients of "
+                f"{names}, and others did not. A graph computes and applies the same gradients at "
+                "each replay: have the model use every parameter in each step, freeze parameters "
+                "that it does not use (requires_grad_(False)), or leave cuda_graph out"
             )
 
     def _put_gradients_back(self) -> None:

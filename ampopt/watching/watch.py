@@ -362,8 +362,8 @@ class Watch:
             return
         if devices.captures(self._device):
             raise RuntimeError(
-                "a CUDA graph cannot capture what a Watch records: each replay would record the "
-                "same step again. Close the watch before the capture, or let "
+                "a CUDA graph cannot capture the recording of a Watch: each replay would record "
+                "the same step again. Close the watch before the capture, or let "
                 "TrainStep(cuda_graph=True) capture the step"
             )
         self._steps += 1
@@ -507,7 +507,7 @@ def _numbers(name: str, entry: Any, *shape: int) -> Tensor:
     try:
         return torch.tensor(entry, dtype=torch.float64).view(shape)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} of the saved watch is not of a watch: {error}") from None
+        raise ValueError(f"the entry {name} of the saved watch is invalid: {error}") from None
 
 
 def _written_by(writer: Any) -> Callable[[dict[str, Any]], Any]:

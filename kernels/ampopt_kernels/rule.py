@@ -232,7 +232,7 @@ class Rule:
             raise TypeError(
                 f"Rule averages_over must be a tuple that says what each term of averages is "
                 f"averaged over, 'rows' or 'columns', such as ('rows',), got {over!r}. It may be "
-                "omitted if each term is for a state that has a shape"
+                "omitted, together with averages_when, if each term is for a state that has a shape"
             )
 
     @functools.cached_property

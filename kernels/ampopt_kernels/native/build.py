@@ -179,7 +179,7 @@ class Library:
                 self._loaded = ctypes.CDLL(str(self._path))
             except OSError as error:
                 raise RuntimeError(
-                    f"what was compiled cannot be loaded: {error}. If programs may not run from "
+                    f"the compiled library cannot be loaded: {error}. If programs may not run from "
                     "there (a file system mounted noexec), set XDG_CACHE_HOME to another folder"
                 ) from error
             return self._loaded
