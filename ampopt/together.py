@@ -133,11 +133,8 @@ def _end_cycles(
 
     For an optimizer that has not accumulated, the sums are the gradients in ``p.grad``.
     """
-    sums = [optimizer._ampopt.accumulation for optimizer in optimizers]
-    wide = [not optimizer._ampopt.needs_torch() for optimizer in optimizers]
-    decision = accumulated_step.end_cycles(sums, request, agreement, device, wide=wide)
-    for each in sums:
-        each.unhook()
+    strategies = [optimizer._ampopt for optimizer in optimizers]
+    decision = accumulated_step.end_cycles(strategies, request, agreement, device)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     with_grads = gradients.params_with_grads(groups)
     if decision is not None:
@@ -156,7 +153,7 @@ def _end_cycles(
         max_norm=request.max_norm,
         measure=request.measure,  # measure here, because the steps get clipped gradients
     )
-    uploads = sums[0].uploads["norm"]
+    uploads = strategies[0].accumulation.uploads["norm"]
     norm_decision = check_and_unscale_params(
         with_grads,
         norm_request,

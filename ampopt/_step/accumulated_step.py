@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
+from ampopt._step.accumulation import Accumulation, AccumulationCycle, refuse_sparse
 from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.overflow import check_and_unscale_params
 from ampopt._step.rank_messages import ControlPoint
@@ -29,26 +29,22 @@ __all__ = ["end_cycles"]
 
 @torch.no_grad()
 def end_cycles(
-    sums: Sequence[Accumulation],
+    strategies: Sequence[Any],
     request: Request,
     agreement: Agreement | None,
     decision_device: torch.device,
-    *,
-    wide: Sequence[bool],
 ) -> Decision | None:
     """Add ``p.grad`` to the sums, end the cycles, and swap the sums in for the gradients.
 
     They stay there until :meth:`Accumulation.restore_gradients`. Does not synchronize.
 
     Args:
-        sums: the accumulation of each optimizer, at least one with an open cycle.
+        strategies: the strategy of each optimizer, at least one with an open cycle.
         request: the request of the step. Without a scale nothing is checked, unless a cycle
             ``is_checked``. Its skip conditions (``causes``) are evaluated on the sums; such a skip
             leaves the scale as it is, while an overflow lowers it.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         decision_device: the device on which the decision is made.
-        wide: whether the step accepts gradients of another dtype than the parameters', one for
-            each optimizer.
 
     Returns:
         The decision on all cycles; ``None`` if there is nothing to decide.
@@ -57,6 +53,9 @@ def end_cycles(
         RuntimeError: a parameter was resized or moved since its cycle began.
         TypeError: a gradient is sparse. Nothing has changed then.
     """
+    sums: list[Accumulation] = [ours.accumulation for ours in strategies]
+    # A rule accepts gradients of another dtype than the parameters'. Raises before any change.
+    reads_wide = [not ours.needs_torch() for ours in strategies]
     groups = [group for each in sums for group in each.groups]
     refuse_sparse(groups)
     uploads, causes, loss = sums[0].uploads, request.causes, request.loss
@@ -66,14 +65,14 @@ def end_cycles(
     )
     if any(each.cycle is not None and each.cycle.is_checked for each in sums):
         request = replace(request, check=True)
-    closed_cycles = [each.close(request, agreement) for each in sums]
+    cycles = [each.close(request, agreement) for each in sums]
     decision = overflow = None
     if request.check:
         decision, overflow = _decide_cycles(
-            closed_cycles, request, agreement, decision_device, uploads["decide"]
+            cycles, request, agreement, decision_device, uploads["decide"]
         )
-    for each, reads_wide in zip(sums, wide, strict=True):
-        each.swap_in_sums(wide=reads_wide)
+    for each, wide in zip(sums, reads_wide, strict=True):
+        each.swap_in_sums(wide=wide)
     if decision is None or overflow is None or not causes:
         return decision
     with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
@@ -91,7 +90,7 @@ def end_cycles(
 
 
 def _decide_cycles(
-    closed_cycles: list[ClosedCycle],
+    cycles: list[AccumulationCycle],
     request: Request,
     agreement: Agreement | None,
     decision_device: torch.device,
@@ -102,10 +101,10 @@ def _decide_cycles(
     Both flags are all-reduced together. A cycle with ``drop="micro_batch"`` may step although a
     micro-batch has overflowed. Both are ``None`` if no rank has gradients to decide on.
     """
-    overflow = _any_of([each.cycle.flag for each in closed_cycles], decision_device)
-    skip = _any_of([each.skip for each in closed_cycles], decision_device)
-    reports: list[Any] = [part for each in closed_cycles for part in each.cycle.reports]
-    present = any(each.cycle.params for each in closed_cycles)
+    overflow = _any_of([cycle.flag for cycle in cycles], decision_device)
+    skip = _any_of([cycle.skip for cycle in cycles], decision_device)
+    reports: list[Any] = [part for cycle in cycles for part in cycle.reports]
+    present = any(cycle.params for cycle in cycles)
     all_reduce = flag_all_reduce(agreement, request, present, ControlPoint.CYCLE)
     if all_reduce is not None:
         no_skip = torch.zeros((), dtype=torch.float32, device=decision_device)

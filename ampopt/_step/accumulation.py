@@ -20,7 +20,6 @@ from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, device_of, works_of
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
-from ampopt._step.torch_private import undo_state_initialization
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
@@ -30,7 +29,7 @@ from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import ParamRow, Work
 
-__all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
+__all__ = ["DROPS", "Accumulation", "AccumulationCycle", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
 """Whether an overflow drops the whole accumulation cycle, or only its own micro-batch."""
@@ -53,6 +52,10 @@ class AccumulationCycle:
             ``drop="micro_batch"`` only; else ``None``.
         is_checked: whether a call had a scale that drops overflows, so that a step without a scale
             follows ``flag``, too.
+        skip: a 0-d tensor, more than 0 if this rank has to skip the step: with
+            ``drop="micro_batch"``, if every micro-batch overflowed, or the sum of those that did
+            not overflows; else :attr:`flag`. ``None`` without gradients on this rank, and before
+            the cycle is closed.
     """
 
     decision_device: torch.device
@@ -63,6 +66,7 @@ class AccumulationCycle:
     calls: Any = 0
     n_kept: Tensor | None = None
     is_checked: bool = False
+    skip: Tensor | None = None
 
     def add_flag(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
         """Combine the overflow flag of this rank with that of the cycle, by their maximum."""
@@ -80,20 +84,6 @@ class AccumulationCycle:
             is_present = to_device(all_reduce.ranks > 0, self.decision_device, torch.float32)
             self.calls, n_kept = self.calls + is_present, n_kept * is_present
         self.n_kept = n_kept if self.n_kept is None else self.n_kept + n_kept
-
-
-class ClosedCycle(NamedTuple):
-    """A cycle to which nothing is added any more.
-
-    Attributes:
-        cycle: the cycle.
-        skip: a 0-d tensor, more than 0 if this rank has to skip the step: with
-            ``drop="micro_batch"``, if every micro-batch overflowed, or the sum of those that did
-            not overflows; else ``cycle.flag``. ``None`` without gradients on this rank.
-    """
-
-    cycle: AccumulationCycle
-    skip: Tensor | None
 
 
 class _ReplacedGradient(NamedTuple):
@@ -122,7 +112,6 @@ class Accumulation(RefersToOptimizer):
         super().__init__(optimizer)
         self.cycle: AccumulationCycle | None = None
         self.swapped_in = False
-        self._hook: Any = None  # on a plain step, while a cycle is open
         self._replaced_grads: list[_ReplacedGradient] = []
         # By parameter, without weak references to it; see Checks.
         self._sums: dict[Any, Any] = {}
@@ -176,16 +165,13 @@ class Accumulation(RefersToOptimizer):
     def _open_cycle(self, drop: str) -> AccumulationCycle:
         """The open cycle, or a new one.
 
-        A new cycle ends at the next ``step()``, even one without a scale. Raises ``ValueError`` if
-        the open cycle has another ``drop``.
+        Raises ``ValueError`` if the open cycle has another ``drop``.
         """
         cycle = self.cycle
         if cycle is None:
             self.restore_gradients()
-            cycle = self.cycle = AccumulationCycle(
-                device_of(self.groups) or torch.device("cpu"), drop
-            )
-            self._hook = self.optimizer.register_step_pre_hook(_end_cycle_in_plain_step)
+            device = device_of(self.groups) or torch.device("cpu")
+            cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:
             raise ValueError(
                 f"accumulate(drop={drop!r}), but an earlier call since the last step had "
@@ -288,8 +274,8 @@ class Accumulation(RefersToOptimizer):
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def close(self, request: Request, agreement: Agreement | None) -> "ClosedCycle":
-        """Add what is in ``p.grad`` to the sums and end the cycle; open one if there is none.
+    def close(self, request: Request, agreement: Agreement | None) -> AccumulationCycle:
+        """Add what is in ``p.grad`` to the sums and close the cycle; open one if there is none.
 
         Args:
             request: the request of the step, with the scale of ``p.grad``.
@@ -305,8 +291,8 @@ class Accumulation(RefersToOptimizer):
             self._add(cycle, request, all_reduce)
         else:
             self._check_sums(cycle)
-        skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
-        return ClosedCycle(cycle, skip)
+        cycle.skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
+        return cycle
 
     def swap_in_sums(self, *, wide: bool) -> None:
         """Put the sums in the place of the gradients, until :meth:`restore_gradients`.
@@ -361,7 +347,6 @@ class Accumulation(RefersToOptimizer):
 
         With ``keep_present``, the sums are gone already, and what is in ``p.grad`` stays there.
         """
-        self.unhook()
         for param, grad, dtype in self._replaced_grads:
             if keep_present:
                 grad = param.grad if param.grad is None or dtype is None else param.grad.to(dtype)
@@ -373,12 +358,6 @@ class Accumulation(RefersToOptimizer):
         self.restore_gradients()
         self.cycle = None
 
-    def unhook(self) -> None:
-        """Remove the hook that ends the cycle in a plain ``step()``: another step will end it."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The param groups of the optimizer."""
@@ -388,32 +367,6 @@ class Accumulation(RefersToOptimizer):
 def _is_placed_like(total: Any, param: Any) -> bool:
     """Whether the sum ``total`` has the shape and device that ``param`` has now."""
     return total.shape == param.shape and total.device == param.device
-
-
-def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Step pre-hook: a plain ``step()`` steps with the sums, or skips if a call overflowed."""
-    ours = optimizer._ampopt
-    if ours.accumulation.cycle is None:
-        return
-    if any(map(callable, (*args, *kwargs.values()))):
-        raise RuntimeError(
-            "step(closure): accumulate() was called, but the closure would compute new gradients. "
-            "Call step() or unscale_and_step() without one first, or zero_grad() to discard what "
-            "was accumulated"
-        )
-    if {"found_inf", "grad_scale"} <= vars(optimizer).keys():
-        del optimizer.found_inf, optimizer.grad_scale
-        raise RuntimeError(
-            "torch.amp.GradScaler steps an optimizer whose accumulate() was called, but does not "
-            "support accumulate(). Call optimizer.unscale_and_step(grads_scaled_by=scale) instead "
-            "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
-            "accumulated"
-        )
-    if undo_state_initialization(optimizer):
-        ours.phase.refuse_unfinished("a step of torch.distributed.checkpoint, to make states")
-    ours.check_step()
-    ours.untold_scale.warn()
-    ours.unscale_for_later(None)
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:

@@ -275,8 +275,12 @@ class RuleStep(StepStrategy):
             finally:
                 self.step_request = None
         else:
-            with torch.no_grad():
+            had_grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(False)  # five calls less than torch.no_grad()
+            try:
                 self.note_norm(request, self.runner.step(self.observers.extend(request)))
+            finally:
+                torch.set_grad_enabled(had_grad)
             mark_as_called(optimizer)
         return StepOutcome(self.runner.decision)
 

@@ -107,29 +107,27 @@ class OrdinaryStep(StepStrategy):
         self._decision = decision or request.earlier_decision
         self._decision_of_step = None
         try:
-            if step is not None:
-                return self._step_in_hooks(step, decision)
-            return self._step_and_hooks(decision)
+            if step is None:
+                return self._step_and_hooks(decision)
+            outcome = self._step_in_hooks(step, decision)
+            self._around = outcome.decision
+            return outcome
         finally:
             self._decision = None
 
-    def around(self, step: Callable[[], Any], request: Request) -> StepOutcome:
-        """Unscale, and call or skip ``step``, when step hooks already run around this call."""
-        outcome = self.attempt(request, step)
-        self._around = outcome.decision
-        return outcome
-
     def plain_request(self, *, has_closure: bool) -> Request | None:
-        """The request that a plain ``step()`` follows: that of a pending unscale.
+        """The request that a plain ``step()`` follows: that of a pending unscale, or of the sums.
 
         ``None`` if there is nothing to follow, or if a control point runs the step and follows it.
 
         Raises:
-            RuntimeError: an unscale is pending, and the step has a closure, which would compute
-                other gradients than those that were checked.
+            RuntimeError: an unscale is pending, or sums wait, and the step has a closure, which
+                would compute other gradients than those that were checked.
         """
         if self._decision is not None:
             return None
+        if self.accumulation.cycle is not None:
+            self.step_with_sums(has_closure=has_closure)
         pending = self.phase.pending
         if has_closure and pending is not None:
             self.phase.refuse_pending("step(closure)")

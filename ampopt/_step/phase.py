@@ -89,7 +89,7 @@ class Phase:
         """
         self.accumulation, self._masters = accumulation, masters
         self._pending: Pending | None = None
-        self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped_with: set[weakref.ref[Any]] = set()  # generations of scales
 
     # --- pending ----------------------------------------------------------------------------------
 
@@ -177,7 +177,8 @@ class Phase:
 
     def refuse_stepped(self, scale: AnyScale | None) -> None:
         """Raise if an earlier step has used ``scale``, and its kind changes with each step."""
-        if scale is not None and scale._generation in self._stepped_with:
+        generation = None if scale is None else scale._generation
+        if generation is not None and weakref.ref(generation) in self._stepped_with:
             raise RuntimeError(
                 f"this {type(scale).__name__} was used by an earlier step: every control point "
                 "returns the scale to use next, so assign it, as in `_, _, scale = "
@@ -193,4 +194,4 @@ class Phase:
         """
         generation = getattr(scale, "_generation", None)
         if generation is not None and next_scale is not scale:
-            self._stepped_with.add(generation)
+            self._stepped_with.add(weakref.ref(generation, self._stepped_with.discard))

@@ -23,6 +23,7 @@ from ampopt._step.observers import Observers
 from ampopt._step.overflow import device_of
 from ampopt._step.phase import Pending, Phase
 from ampopt._step.rank_settings import LeftOut
+from ampopt._step.torch_private import undo_state_initialization
 from ampopt._step.untold_scale import UntoldScale
 from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
 from ampopt.loss_scale.base import AnyScale
@@ -192,7 +193,6 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches."""
         self.check_gradients()
         decision = self._end_cycle(request)
-        self.accumulation.unhook()
         found_inf = None if decision is None else decision.found_inf
         step = Request(
             check=False,
@@ -205,6 +205,25 @@ class StepStrategy(RefersToOptimizer, ABC):
             return self.attempt(step)._replace(decision=decision)
         finally:
             self.accumulation.restore_gradients()
+
+    def step_with_sums(self, *, has_closure: bool) -> None:
+        """Have the plain ``step()`` that has begun step with the sums, or skip if one overflowed.
+
+        Raises:
+            RuntimeError: the step has a closure, or is one of ``torch.distributed.checkpoint``.
+        """
+        if has_closure:
+            raise RuntimeError(
+                "step(closure): accumulate() was called, but the closure would compute new "
+                "gradients. Call step() or unscale_and_step() without one first, or zero_grad() to "
+                "discard what was accumulated"
+            )
+        if undo_state_initialization(self.optimizer):
+            call = "a step of torch.distributed.checkpoint, to make states"
+            self.phase.refuse_unfinished(call)
+        self.check_step()
+        self.untold_scale.warn()
+        self.unscale_for_later(None)
 
     def unscale_for_later(self, scale: AnyScale | None) -> Pending:
         """Unscale the gradients, or end the accumulation cycle, for a step that follows later."""
@@ -241,11 +260,10 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Assign the accumulated sums to ``p.grad``; see ``accumulated_step``."""
         assert self.accumulation.cycle is not None
         return accumulated_step.end_cycles(
-            [self.accumulation],
+            [self],
             self.observers.extend(request),
             self.agreement(),
             self.accumulation.cycle.decision_device,
-            wide=[not self.needs_torch()],
         )
 
     def note_norm(self, request: Request, decision: Decision | None) -> None:

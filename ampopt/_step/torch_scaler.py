@@ -88,13 +88,13 @@ def take_handoff(
 
     Raises:
         RuntimeError: ``step`` has a closure, so its gradients are computed after the scaler's
-            check; or an unscale is pending, so the scaler would unscale a second time.
+            check; an unscale is pending, so the scaler would unscale a second time; or sums wait.
     """
     attributes = vars(optimizer)
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
     handoff = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
-    _refuse_second_unscale(optimizer)
+    _refuse_unfinished(optimizer)
     if any(map(callable, (*args, kwargs.get("closure")))):
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -118,14 +118,21 @@ def take_handoff(
     return handoff
 
 
-def _refuse_second_unscale(optimizer: Any) -> None:
-    """Raise if an unscale is pending: the scaler that steps ``optimizer`` unscales as well."""
-    if optimizer._ampopt.phase.pending is not None:
+def _refuse_unfinished(optimizer: Any) -> None:
+    """Raise if an unscale is pending, or sums wait: the scaler that steps unscales by itself."""
+    name, ours = type(optimizer).__name__, optimizer._ampopt
+    if ours.accumulation.cycle is not None:
         raise RuntimeError(
-            f"unscale() of this {type(optimizer).__name__} was called, and the scaler would "
-            "unscale its gradients a second time. Call step_after_unscale() in place of "
-            "scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
-            "zero_grad() discards the unscale"
+            f"torch.amp.GradScaler steps this {name}, whose accumulate() was called, but does not "
+            "support accumulate(). Call optimizer.unscale_and_step(grads_scaled_by=scale) instead "
+            "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
+            "accumulated"
+        )
+    if ours.phase.pending is not None:
+        raise RuntimeError(
+            f"unscale() of this {name} was called, and the scaler would unscale its gradients a "
+            "second time. Call step_after_unscale() in place of scaler.step(optimizer), or "
+            "scaler.unscale_(optimizer) in place of unscale(); zero_grad() discards the unscale"
         )
 
 
@@ -173,7 +180,7 @@ def _with_requests(step: Callable[..., Any], *, reads_scaler: bool = False) -> C
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return result
         call = functools.partial(step, self, *args, **kwargs)
-        outcome = _around(self, call, request)
+        outcome = _attempt(self, request, call)
         if handoff is not None:
             handoff.leave_for_scaler(self, outcome.decision)
         return outcome.result
@@ -209,9 +216,11 @@ _handoff = uncompiled(take_handoff)
 def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
     """The request of a plain ``step(*args, **kwargs)``; see :meth:`OrdinaryStep.plain_request`."""
     if {"found_inf", "grad_scale"} <= vars(optimizer).keys():  # of a scaler, for the step to read
-        if optimizer._ampopt.phase.pending is not None:
+        try:
+            _refuse_unfinished(optimizer)
+        except RuntimeError:
             del optimizer.found_inf, optimizer.grad_scale
-            _refuse_second_unscale(optimizer)
+            raise
         return None
     has_closure = any(map(callable, (*args, kwargs.get("closure"))))
     return optimizer._ampopt.plain_request(has_closure=has_closure)
@@ -224,6 +233,6 @@ def _end_pending(optimizer: Any) -> None:
 
 
 @uncompiled
-def _around(optimizer: Any, step: Callable[[], Any], request: Request) -> StepOutcome:
-    """Run ``step`` as one step of ``optimizer`` with ``request``."""
-    return optimizer._ampopt.around(step, request)
+def _attempt(optimizer: Any, request: Request, step: Callable[[], Any]) -> StepOutcome:
+    """Run or skip ``step``, within the step hooks of ``optimizer``, as ``request`` says."""
+    return optimizer._ampopt.attempt(request, step)
