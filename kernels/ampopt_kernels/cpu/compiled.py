@@ -58,7 +58,9 @@ class Compiled(Backend):
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
-        self._try(functools.partial(Table.of(work).prepare, work))
+        table = Table.of(work)
+        if table.kinds is None:
+            self._try(functools.partial(table.make_kinds, work))
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.

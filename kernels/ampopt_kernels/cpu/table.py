@@ -162,7 +162,7 @@ class Table:
 
     Attributes:
         gradients: the rows that have elements, by the dtypes of their gradients.
-        kinds: all rows, by kind; ``None`` until :meth:`prepare`.
+        kinds: all rows, by kind; ``None`` until :meth:`make_kinds`.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
         hyper_at: where the hyperparameters of this step are: float64, one group after another.
@@ -204,14 +204,12 @@ class Table:
         self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
         self._grads_version = work.grads_version
 
-    def prepare(self, work: Work) -> None:
+    def make_kinds(self, work: Work) -> None:
         """Make :attr:`kinds`. Waits for the compiler.
 
         Raises:
             Exception: as :class:`KindTable`.
         """
-        if self.kinds is not None:
-            return
         kinds: dict[Kind, list[int]] = {}
         for place, row in enumerate(work.rows):
             kinds.setdefault(_kind(work, row), []).append(place)
