@@ -6,8 +6,8 @@ one example twice and compare. The ``repr`` of a blueprint is code that makes it
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step.torch_private import uncoalesced_values
 
-__all__ = ["Blueprint", "History", "Layout", "Scale", "set_gradients"]
+__all__ = ["Blueprint", "History", "Layout", "Scale", "elements", "set_gradients"]
 
 Layout = Literal[
     "contiguous", "transposed", "strided", "channels_last", "expanded", "sparse", "duplicated"
@@ -132,6 +133,12 @@ def set_gradients(
         p.grad = None if grad is None else grad.tensor(scale)
 
 
+def elements(tensor: Tensor | None) -> Tensor:
+    """The elements of a dense tensor, or those that a sparse one stores, to be read or written."""
+    assert tensor is not None
+    return uncoalesced_values(tensor) if tensor.is_sparse else tensor
+
+
 @dataclass(frozen=True, repr=False)
 class Scale(_ReprIsCall):
     """Description of a loss scale.
@@ -188,7 +195,17 @@ class History(_ReprIsCall):
     def without_overflows(self) -> "History":
         """A history of the steps that do not overflow."""
         steps = [step for step, bad in zip(self.steps, self.overflows, strict=True) if not bad]
-        return History(self.params, tuple(steps), (False,) * len(steps), self.groups)
+        return replace(self, steps=tuple(steps), overflows=(False,) * len(steps))
+
+    def of_params(self, order: Sequence[int]) -> "History":
+        """A history of the parameters with the indices ``order``."""
+        params, *steps = (tuple(each[i] for i in order) for each in (self.params, *self.steps))
+        return replace(self, params=params, steps=tuple(steps))
+
+    def with_tensors(self, change: Callable[[Blueprint], Blueprint]) -> "History":
+        """A history with ``change(blueprint)`` in place of each parameter and gradient."""
+        steps = (tuple(grad and change(grad) for grad in step) for step in self.steps)
+        return replace(self, params=tuple(map(change, self.params)), steps=tuple(steps))
 
     @property
     def size(self) -> str:

@@ -151,15 +151,7 @@ def _of_history(change: Callable[[History], History]) -> _Limit:
 
 def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> _Limit:
     """``change``, applied to each parameter and gradient of an example."""
-
-    def change_all(history: History) -> History:
-        return replace(
-            history,
-            params=tuple(map(change, history.params)),
-            steps=tuple(tuple(g and change(g) for g in step) for step in history.steps),
-        )
-
-    return _of_history(change_all)
+    return _of_history(lambda history: history.with_tensors(change))
 
 
 def _in_full_precision(example: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampopt._step.small_states import of_any_size
-from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing.beside import Beside
-from ampopt.testing.blueprints import Blueprint
+from ampopt.testing.blueprints import Blueprint, elements
 from ampopt.testing.claims import Claims, apart
 from ampopt.testing.device import as_on_a_device
 from ampopt.testing.strategies import NON_FINITE, values
@@ -200,7 +199,7 @@ class Machine(RuleBasedStateMachine):
             if bad is None or p.grad is None:
                 continue
             if bad[0] == MOST or bad[0] % len(self.params) == i:
-                (uncoalesced_values(p.grad) if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
+                elements(p.grad).view(-1)[-1] = bad[1]
                 self.overflows = True
 
     # Hypothesis prefers early rules, which it sorts by number of arguments and then by name. A

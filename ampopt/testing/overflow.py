@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.torch_private import uncoalesced_values
+from ampopt.testing.blueprints import elements
 
 __all__ = ["inject_overflow"]
 
@@ -70,8 +70,7 @@ def inject_overflow(
         if at is not None and passes - 1 not in at:
             return
         with torch.no_grad():
-            grad = holder.grad
-            values = uncoalesced_values(grad) if grad.is_sparse else grad
+            values = elements(holder.grad)
             index, rest = [], element % values.numel()
             for size in reversed(values.shape):
                 index.append(rest % size)

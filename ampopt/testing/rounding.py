@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.torch_private import TorchDispatchMode, schema_of, uncoalesced_values, written_by
+from ampopt._step.torch_private import TorchDispatchMode, schema_of, written_by
+from ampopt.testing.blueprints import elements
 
 __all__ = ["Rounding"]
 
@@ -44,10 +45,9 @@ class Rounding(TorchDispatchMode):
         """
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float64 or not tensor.numel():
             return
-        if tensor.is_sparse:
-            tensor = uncoalesced_values(tensor)
-        noise = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
-        tensor.mul_(noise.mul_(2 * self.eps).add_(1 - self.eps))
+        values = elements(tensor)
+        noise = torch.rand(values.shape, dtype=torch.float64, generator=self.generator)
+        values.mul_(noise.mul_(2 * self.eps).add_(1 - self.eps))
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:

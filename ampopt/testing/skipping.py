@@ -1,6 +1,8 @@
 """Invariants: which steps are skipped, and that a skipped step has no effect."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import ampopt
-from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits, everything
-from ampopt.testing.blueprints import History, Scale, set_gradients
+from ampopt.testing.blueprints import History, Scale, elements, set_gradients
 from ampopt.testing.claims import Claims, invariant
 from ampopt.testing.strategies import spoilable, spoiled
 from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
@@ -37,7 +38,7 @@ def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changes: Any) -> Hi
     assume(spoilable(history.steps[-1]))
     last = draw(spoiled(history.steps[-1]))
     *before, _ = history.overflows
-    return History(history.params, (*history.steps[:-1], last), (*before, True), history.groups)
+    return replace(history, steps=(*history.steps[:-1], last), overflows=(*before, True))
 
 
 @st.composite
@@ -47,13 +48,16 @@ def ending_well(draw: st.DrawFn, cls: type[Claims], **changes: Any) -> History:
     sparse = changes.get("sparse", not cls.dense_gradients)
     layouts = changes.get("layouts", cls.any_layout)
     last = draw(strategies.gradients(history.params, absent=False, layouts=layouts, sparse=sparse))
-    return History(
-        history.params, (*history.steps, last), (*history.overflows, False), history.groups
-    )
+    steps, overflows = (*history.steps, last), (*history.overflows, False)
+    return replace(history, steps=steps, overflows=overflows)
 
 
-def assert_step_left_out(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
-    """Check that a step changed nothing; it may have created state."""
+@contextmanager
+def left_out(optimizer: Any, what: str) -> Iterator[None]:
+    """Check that a step within the block changes nothing; it may create state."""
+    before = everything(optimizer)
+    yield
+    after = everything(optimizer)
     for part in ("parameters", "groups", "random"):
         assert_same(after[part], before[part], f"{what}: {part}")
     for name in ("state", "other state"):
@@ -87,11 +91,10 @@ class Skipping(Claims):
         """
         *before_last, last = history.steps
         trained = train(make, replace(history, steps=tuple(before_last)), scale, way)
-        before = everything(trained.optimizer)
-        result = step_by(trained, last, trained.scale, way)
-        assert result.found_inf > 0, "a gradient that is not finite was not found"
-        assert result.skipped
-        assert_step_left_out(before, everything(trained.optimizer), "changed by a skipped step")
+        with left_out(trained.optimizer, "changed by a skipped step"):
+            result = step_by(trained, last, trained.scale, way)
+            assert result.found_inf > 0, "a gradient that is not finite was not found"
+            assert result.skipped
 
     @invariant(claim="plain_steps", history=ending_well, scale=scales, way=ways)
     def test_training_goes_on_as_if_skipped_steps_had_never_been(
@@ -170,11 +173,10 @@ class Skipping(Claims):
         trained = start(make, history)
         for step in history.steps[:-1]:
             step_by(trained, step, 1.0)
-        before = everything(trained.optimizer)
         set_gradients(trained.params, history.steps[-1])
-        result = WAYS[way](trained.optimizer, torch.tensor(number))
-        assert result.found_inf > 0, f"a scale of {number} did not skip the step"
-        assert_step_left_out(before, everything(trained.optimizer), f"a scale of {number} stepped")
+        with left_out(trained.optimizer, f"a scale of {number} stepped"):
+            result = WAYS[way](trained.optimizer, torch.tensor(number))
+            assert result.found_inf > 0, f"a scale of {number} did not skip the step"
 
     @invariant(
         claim="plain_steps",
@@ -195,14 +197,11 @@ class Skipping(Claims):
         trained = start(make, history)
         set_gradients(trained.params, step, 0.0)
         at = data.draw(st.sampled_from([i for i, g in enumerate(step) if g and g.numel]))
-        grad = trained.params[at].grad
-        assert grad is not None
-        values = uncoalesced_values(grad) if grad.is_sparse else grad
+        values = elements(trained.params[at].grad)
         values.fill_(torch.finfo(values.dtype).max)
-        before = everything(trained.optimizer)
-        result = WAYS[way](trained.optimizer, 2.0**-exponent)
-        assert result.found_inf > 0, "a gradient that overflows when unscaled was not found"
-        assert_step_left_out(before, everything(trained.optimizer), "an overflow was applied")
+        with left_out(trained.optimizer, "an overflow was applied"):
+            result = WAYS[way](trained.optimizer, 2.0**-exponent)
+            assert result.found_inf > 0, "a gradient that overflows when unscaled was not found"
 
     @invariant(
         claim="plain_steps",
@@ -239,14 +238,13 @@ class Skipping(Claims):
         *before_last, last = history.steps
         for step in before_last:
             step_by(trained, step, 1.0)
-        before = everything(trained.optimizer)
         set_gradients(trained.params, last)
-        # torch.amp.GradScaler passes its flag in this attribute.
-        trained.optimizer.grad_scale = None
-        trained.optimizer.found_inf = torch.tensor(flags)
-        trained.optimizer.step()
-        del trained.optimizer.grad_scale, trained.optimizer.found_inf
-        assert_step_left_out(before, everything(trained.optimizer), f"a flag of {flags} stepped")
+        with left_out(trained.optimizer, f"a flag of {flags} stepped"):
+            # torch.amp.GradScaler passes its flag in this attribute.
+            trained.optimizer.grad_scale = None
+            trained.optimizer.found_inf = torch.tensor(flags)
+            trained.optimizer.step()
+            del trained.optimizer.grad_scale, trained.optimizer.found_inf
 
     @invariant(
         claim="plain_steps",
@@ -265,18 +263,17 @@ class Skipping(Claims):
             g and type(g)(g.shape, (1.0,) * min(g.numel, 1), g.dtype, g.layout)
             for g in history.steps[-1]
         )
-        ranks = [start(make, history) for _ in range(2)]
-        results, before = [], everything(ranks[0].optimizer)
-        for trained, step in zip(
-            ranks, (history.steps[-1], finite)[:: 1 if first else -1], strict=True
-        ):
-            set_gradients(trained.params, step, 4.0)
-            results.append(trained.optimizer.unscale(grads_scaled_by=4.0))
-        total = sum(float(result.found_inf) for result in results)
-        for trained, result in zip(ranks, results, strict=True):
-            result.found_inf.fill_(total)  # stands for an all-reduce
-            assert trained.optimizer.step_after_unscale().skipped
-            assert_step_left_out(before, everything(trained.optimizer), "a rank has stepped")
+        ranks, flags = [start(make, history) for _ in range(2)], []
+        steps = (history.steps[-1], finite)[:: 1 if first else -1]
+        what = "a rank has stepped"
+        with left_out(ranks[0].optimizer, what), left_out(ranks[1].optimizer, what):
+            for trained, step in zip(ranks, steps, strict=True):
+                set_gradients(trained.params, step, 4.0)
+                flags.append(trained.optimizer.unscale(grads_scaled_by=4.0).found_inf)
+            total = sum(map(float, flags))
+            for trained, flag in zip(ranks, flags, strict=True):
+                flag.fill_(total)  # stands for an all-reduce
+                assert trained.optimizer.step_after_unscale().skipped
 
     @invariant(claim="plain_steps", history=lambda cls: cls.histories(max_steps=2), way=ways)
     def test_no_gradients_is_no_step(self, make: Any, history: History, way: str) -> None:
@@ -287,12 +284,11 @@ class Skipping(Claims):
         no reason.
         """
         trained = train(make, history, Scale("static", 1.0), way)
-        before = everything(trained.optimizer)
         for p in trained.params:
             p.grad = None
         scale = ampopt.DynamicLossScale(init_scale=8.0, growth_interval=1)
-        result = WAYS[way](trained.optimizer, scale)
-        assert not result.found_inf > 0
-        assert float(result.scale) == 8.0, "a step without gradients let the scale grow"
-        assert_step_left_out(before, everything(trained.optimizer), "a step without gradients")
+        with left_out(trained.optimizer, "a step without gradients"):
+            result = WAYS[way](trained.optimizer, scale)
+            assert not result.found_inf > 0
+            assert float(result.scale) == 8.0, "a step without gradients let the scale grow"
         assert bits(result.found_inf).shape == ()

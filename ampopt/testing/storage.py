@@ -98,11 +98,8 @@ class Storage(Claims):
         """
         n = len(history.params)
         order = [i for i in order if i < n]
-        regrouped = History(
-            tuple(history.params[i] for i in order),
-            tuple(tuple(step[i] for i in order) for step in history.steps),
-            history.overflows,
-            tuple(sorted(cut for cut in cuts if cut < n)),
+        regrouped = replace(
+            history.of_params(order), groups=tuple(sorted(cut for cut in cuts if cut < n))
         )
         one, other = train_on(make, history), train_on(make, regrouped)
         back = Trained([other.params[order.index(i)] for i in range(n)], other.optimizer)
@@ -120,11 +117,7 @@ class Storage(Claims):
         experts and adapters; momentum applied without a gradient keeps moving them.
         """
         which %= len(history.params)
-        alone = History(
-            (history.params[which],),
-            tuple((step[which],) for step in history.steps),
-            history.overflows,
-        )
+        alone = replace(history.of_params([which]), groups=())
         together, single = train_on(make, history), train_on(make, alone)
         only = Trained([together.params[which]], together.optimizer)
         assert_same_training(only, single, f"parameter {which} among others")
@@ -156,9 +149,7 @@ class Storage(Claims):
         that layer never trains.
         """
 
-        def plain(blueprint: Blueprint | None) -> Blueprint | None:
-            if blueprint is None:
-                return None
+        def plain(blueprint: Blueprint) -> Blueprint:
             if blueprint.layout != "expanded" or not blueprint.numel:
                 return replace(blueprint, layout="contiguous")
             last = blueprint.shape[-1]
@@ -166,13 +157,7 @@ class Storage(Claims):
             assert len(dense) % last == 0
             return replace(blueprint, numbers=tuple(dense), layout="contiguous", spots=())
 
-        contiguous = History(
-            tuple(filter(None, map(plain, history.params))),
-            tuple(tuple(map(plain, step)) for step in history.steps),
-            history.overflows,
-            history.groups,
-        )
-        one, other = train_on(make, history), train_on(make, contiguous)
+        one, other = train_on(make, history), train_on(make, history.with_tensors(plain))
         for i, p in enumerate(one.params):
             assert_same(bits(p), bits(other.params[i]), f"parameter {i} in another layout")
             strides = history.params[i].tensor().stride()
@@ -202,20 +187,12 @@ class Storage(Claims):
             moved = [(i + shift) % n for i in range(n)]
             return moved[::-1] if mirrors else moved
 
-        def permuted(blueprint: Blueprint | None) -> Blueprint | None:
-            if blueprint is None:
-                return None
+        def permuted(blueprint: Blueprint) -> Blueprint:
             numbers = blueprint.tensor().reshape(-1).tolist()
             moved = tuple(numbers[i] for i in places(blueprint))
             return replace(blueprint, numbers=moved, spots=())
 
-        other = History(
-            tuple(filter(None, map(permuted, history.params))),
-            tuple(tuple(map(permuted, step)) for step in history.steps),
-            history.overflows,
-            history.groups,
-        )
-        one, moved = train_on(make, history), train_on(make, other)
+        one, moved = train_on(make, history), train_on(make, history.with_tensors(permuted))
         for i, blueprint in enumerate(history.params):
             expected = one.params[i].detach().reshape(-1)[places(blueprint)]
             actual = moved.params[i].detach().reshape(-1)
