@@ -3,12 +3,14 @@
 import ctypes
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ampopt._step.gradients import params_of
 
 __all__ = [
     "Bits",
@@ -16,6 +18,7 @@ __all__ = [
     "assert_close",
     "assert_same",
     "bits",
+    "element_at",
     "everything",
     "group_entries",
     "state_of",
@@ -87,13 +90,13 @@ def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The state of every parameter of ``optimizer``, in the order of the groups."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer.param_groups)
     return [bits(dict(optimizer.state[p])) if p in optimizer.state else None for p in params]
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All of ``optimizer`` that a skipped step must not change, and the random state, as bits."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = list(params_of(optimizer.param_groups))
     param_set = set(params)
     return {
         "parameters": bits(params),
@@ -150,13 +153,18 @@ def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
         for i in range(n)
         if actual.data[i * size : (i + 1) * size] != expected.data[i * size : (i + 1) * size]
     ]
-    at = torch.unravel_index(torch.tensor(places[0]), actual.shape)
-    element = f"[{', '.join(str(int(i)) for i in at)}]" if actual.shape else ""
+    element = element_at(map(int, torch.unravel_index(torch.tensor(places[0]), actual.shape)))
     rest = f" ({len(places)} of {n} elements differ)" if n > 1 else ""
     actual_value, expected_value = (
         values[places[0]].item() for values in (actual.values, expected.values)
     )
     return f"{where}{element} is {actual_value}, not {expected_value}{rest}"
+
+
+def element_at(index: Iterable[int]) -> str:
+    """``"[2, 0]"`` for the element with the index ``(2, 0)``; empty for that of a 0-d tensor."""
+    text = ", ".join(map(str, index))
+    return f"[{text}]" if text else ""
 
 
 @contextmanager
@@ -191,8 +199,7 @@ def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]
 
 def _initial_states(optimizer: Any, are_new: list[bool]) -> list[Any]:
     """The state of every parameter, as :func:`state_of`; the initial one for those that are new."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = optimizer.state
+    params, state = list(params_of(optimizer.param_groups)), optimizer.state
     kept = {p: state[p] for p, new in zip(params, are_new, strict=True) if not new and p in state}
     optimizer.state = defaultdict(dict, {p: dict(own) for p, own in kept.items()})
     try:

@@ -1,9 +1,7 @@
 """The state machine's calls between steps: scales, learning rates, checkpoints, copies, groups."""
 
 import copy
-import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,20 +45,6 @@ class Changes(Windows):
     """The state machine with all of its calls."""
 
     last_checkpoint: Checkpoint | None = None
-
-    def begin_scaled(
-        self,
-        make: Any,
-        beside: Any,
-        params: Sequence[Blueprint],
-        on_device: bool,
-        kind: str,
-    ) -> None:
-        """Start a training with a scale of 2, and save a checkpoint if checkpoints are claimed."""
-        super().begin_with(make, beside, params, on_device)
-        self.use_scale(kind, 2.0)
-        if self.claims.checkpoints:
-            self.last_checkpoint = self.checkpoint()
 
     @precondition(lambda self: not any(self.unscaled_gradients) and self.is_idle)
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
@@ -134,9 +118,7 @@ class Changes(Windows):
         if self.kind == "none" and (self.overflows or not any(self.unscaled_gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
-        gradients = tuple(self.unscaled_gradients)
-        reference_step = functools.partial(self.beside.tell, "call", name, gradients, before)
-        self.account_for(result, before, reference_step)
+        self.account_for(result, before, "call", name, tuple(self.unscaled_gradients), before)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import inspect
 import random
 import unittest
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -237,8 +237,7 @@ class Claims:
             test: name of the invariant.
             arguments: the example.
         """
-        claims, _ = _marked_function(type(self), test)._invariant
-        _run(self, _marked_function(type(self), test), claims, **arguments)
+        _run(self, _marked_function(type(self), test), **arguments)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Replace each invariant by a test that draws its arguments.
@@ -271,8 +270,16 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
 
         def run(self: Any, **example: Any) -> None:
             __tracebackhide__ = True
+
+            def passes(other: Mapping[str, Any]) -> bool:
+                try:
+                    _run(self, body, **other)
+                except (Exception, pytest.fail.Exception):
+                    return False
+                return True
+
             try:
-                _run(self, body, claims, **example)
+                _run(self, body, **example)
             except HypothesisException:
                 raise
             except (Exception, pytest.fail.Exception) as error:
@@ -285,23 +292,13 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                     make = maker(self, example.get("options") or {})
                     positive = positive_states(make) if "history" in example else []
                     self.failure = failures.of_example(
-                        name, error, example, claims, passes(self), positive
+                        name, error, example, claims, passes, positive
                     )
                     for cause in self.failure.causes:
                         hypothesis.note(f"The likely cause: {cause}.")
                     for explanation in self.failure.explanations:
                         hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
-
-        def passes(self: Any) -> Callable[[Mapping[str, Any]], bool]:
-            def passes_on(example: Mapping[str, Any]) -> bool:
-                try:
-                    _run(self, body, claims, **example)
-                except (Exception, pytest.fail.Exception):
-                    return False
-                return True
-
-            return passes_on
 
         draws = {key: of(cls) for key, of in arguments.items()}
         if cls.options is not None:
@@ -357,7 +354,6 @@ def _code(value: Any) -> str:
 def _run(
     self: Any,
     body: Callable[..., None],
-    claims: tuple[str, ...],
     *,
     options: dict[str, Any] | None = None,
     on_device: bool = False,
@@ -371,8 +367,8 @@ def _run(
     """
     make = keeping_signed(maker(self, options or {}), signed)
     make = storing(make, state_bits=state_bits)
-    with apart(), of_any_size(), as_on_a_device() if on_device else _as_it_is():
-        functools.partial(body, self, make)(**example)
+    with apart(), of_any_size(), as_on_a_device() if on_device else nullcontext():
+        body(self, make, **example)
 
 
 def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
@@ -448,12 +444,6 @@ def _with_signed(rule: Rule, name: str) -> Rule:
     """``rule``, with its state ``name`` declared without ``positive=True``."""
     parts = (replace(part, positive=part.positive and part.name != name) for part in rule.state)
     return replace(rule, state=tuple(parts))
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    """A context without effect, in place of :func:`as_on_a_device`."""
-    yield
 
 
 @contextmanager

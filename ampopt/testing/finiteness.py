@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.claims import Claims, invariant
 from ampopt.testing.skipping import ways
@@ -49,9 +50,8 @@ class Finiteness(Claims):
                 bad = (~p.detach().isfinite()).nonzero()
                 if len(bad):
                     at = tuple(bad[0].tolist())
-                    element = f"[{', '.join(map(str, at))}]" if at else ""
                     raise AssertionError(
-                        f"parameter {i}{element} is {p[at].item()} after step {index}, "
+                        f"parameter {i}{element_at(at)} is {p[at].item()} after step {index}, "
                         "whose gradients were finite"
                     )
 

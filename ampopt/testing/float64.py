@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampopt.testing.beside import Plain
+from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint, set_gradients
 from ampopt.testing.rounding import Rounding
 
@@ -119,11 +120,10 @@ class Float64:
             places = (~(off <= tolerance) & tolerance.isfinite()).nonzero()
             if len(places):
                 at = tuple(places[0].tolist())
-                element = f"[{', '.join(map(str, at))}]" if at else ""
                 of = f" (and {len(places)} of {p.numel()} elements are off)" * (p.numel() > 1)
                 raise AssertionError(
-                    f"parameter {i}{element} is {p[at].item()}, and in float64 {model[at].item()}: "
-                    f"off by {off[at].item():.3g}, where rounding explains "
+                    f"parameter {i}{element_at(at)} is {p[at].item()}, and in float64 "
+                    f"{model[at].item()}: off by {off[at].item():.3g}, where rounding explains "
                     f"{tolerance[at].item():.3g}{of}"
                 )
 

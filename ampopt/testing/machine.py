@@ -297,7 +297,9 @@ class Machine(RuleBasedStateMachine):
     def take_the_step(self) -> None:
         """Call ``step_after_unscale``, and check what it did."""
         before = torch.get_rng_state()
-        self.check_step(self.optimizer.step_after_unscale(), before)
+        result = self.optimizer.step_after_unscale()
+        assert result.skipped is self.overflows
+        self.account_for_step(result, before)
 
     @property
     def may_step(self) -> bool:
@@ -324,7 +326,8 @@ class Machine(RuleBasedStateMachine):
         before = torch.get_rng_state()
         clipping = {} if max_norm is None else {"max_norm": max_norm}
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
-        self.check_step(result, before, max_norm)
+        assert result.skipped is self.overflows
+        self.account_for_step(result, before, max_norm)
 
     @precondition(lambda self: self.pending is not None and any(self.unscaled_gradients))
     @rule()
@@ -333,23 +336,22 @@ class Machine(RuleBasedStateMachine):
         """Call plain ``step()`` on unscaled gradients."""
         before = torch.get_rng_state()
         self.optimizer.step()
-        reference_step = functools.partial(self.take_reference_step, before)
-        self.account_for(self.unscaled, before, reference_step)
+        self.account_for_step(self.unscaled, before)
 
-    def check_step(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
+    def account_for_step(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
         """Check the result of a step, and take the reference step."""
-        assert result.skipped is self.overflows
-        self.account_for(
-            result, before, functools.partial(self.take_reference_step, before, max_norm)
-        )
+        gradients, after = tuple(self.unscaled_gradients), torch.get_rng_state()
+        self.account_for(result, before, "step", gradients, max_norm, before, after)
 
-    def account_for(self, result: Any, before: Tensor, reference_step: Callable[[], None]) -> None:
+    def account_for(self, result: Any, before: Tensor, what: str, *arguments: Any) -> None:
         """Check the flag in a result, and record the next scale.
 
         Args:
             result: the result of a step, or of a call of ``Claims.calls``.
             before: torch's random state before the call.
-            reference_step: takes the reference step; called unless the call had to be skipped.
+            what: what the reference training does, unless the call had to be skipped; see
+                :meth:`Beside.tell`.
+            arguments: the arguments of that.
         """
         overflows, gradients = self.overflows, any(self.unscaled_gradients)
         assert bool(result.found_inf > 0) is overflows
@@ -357,7 +359,7 @@ class Machine(RuleBasedStateMachine):
             same = torch.equal(torch.get_rng_state(), before)
             assert same, "a skipped step drew random numbers"
         else:
-            reference_step()
+            self.beside.tell(what, *arguments)
         self.scale = result.scale
         if overflows and self.kind == "dynamic":
             self.number, self.finite = max(self.number / 2, FLOOR), 0
@@ -365,19 +367,9 @@ class Machine(RuleBasedStateMachine):
             self.number /= 2
         elif gradients and self.kind == "dynamic":
             self.finite += 1
-        self.grow()
+            if self.finite == INTERVAL:
+                self.number, self.finite = min(self.number * 2, CEILING), 0
         self.drop()
-
-    def take_reference_step(self, before: Tensor, max_norm: float | None = None) -> None:
-        """Take the reference step from the random state ``before``."""
-        self.beside.tell(
-            "step", tuple(self.unscaled_gradients), max_norm, before, torch.get_rng_state()
-        )
-
-    def grow(self) -> None:
-        """Double the expected scale when enough finite steps have been taken."""
-        if self.kind == "dynamic" and self.finite == INTERVAL:
-            self.number, self.finite = min(self.number * 2, CEILING), 0
 
     def drop(self) -> None:
         """Drop the gradients: the contents of ``p.grad`` after a step are unspecified."""

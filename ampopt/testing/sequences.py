@@ -132,9 +132,8 @@ class CallSequence(NamedTuple):
         """The states whose declaration explains the failure."""
         if self.in_full_precision() == self:
             return iter(())
-        make = maker(self.contract(), self.calls[0].arguments["options"])
-        names = positive_states(make)
-        signed = {name: self.claiming(make=_making_signed(name)) for name in names}
+        names = positive_states(maker(self.contract(), self.begin["options"]))
+        signed = {name: self.beginning(signed=name) for name in names}
         return negative_states(signed, CallSequence.passes)
 
     def claiming(self, **claims: Any) -> "CallSequence":
@@ -142,19 +141,24 @@ class CallSequence(NamedTuple):
         contract = self.contract
         return self._replace(contract=type(contract.__name__, (contract,), claims))
 
+    @property
+    def begin(self) -> dict[str, Any]:
+        """The arguments of the first call."""
+        return self.calls[0].arguments
+
+    def beginning(self, **arguments: Any) -> "CallSequence":
+        """The sequence with other arguments of the first call."""
+        first, *others = self.calls
+        return self._replace(calls=[Call(first.name, {**self.begin, **arguments}), *others])
+
     def in_single_precision(self, *, of: Callable[[type[Sequences]], Any]) -> "CallSequence":
         """The sequence with float32 parameters, if ``of`` returns the dtype of its parameters."""
-        begin, *others = self.calls
-        if begin.arguments["dtype"] not in of(self.contract):
-            return self
-        single = Call(begin.name, {**begin.arguments, "dtype": torch.float32})
-        return self._replace(calls=[single, *others])
+        limited = self.begin["dtype"] in of(self.contract)
+        return self.beginning(dtype=torch.float32) if limited else self
 
     def in_full_precision(self) -> "CallSequence":
         """The sequence with states of 32 bits."""
-        begin, *others = self.calls
-        arguments = {name: 32 if name == "state_bits" else x for name, x in begin.arguments.items()}
-        return self._replace(calls=[Call(begin.name, arguments), *others])
+        return self.beginning(state_bits=32)
 
 
 _OF_CALLS = ("deepcopies", "checkpoints", "accumulates", "several_groups", "tensor_learning_rates")
@@ -172,16 +176,6 @@ _LIMITS: dict[str, Callable[[CallSequence], CallSequence]] = {
     },
 }
 """Claims that limit the sequences, and how a sequence is changed to keep within each."""
-
-
-def _making_signed(name: str) -> Any:
-    """The method ``make`` of a contract, with the state ``name`` kept as any other."""
-
-    def make(self: Any, params: Any, **options: Any) -> Any:
-        of_contract: Any = super(type(self), self)
-        return keeping_signed(functools.partial(of_contract.make, **options), name)(params)
-
-    return make
 
 
 @functools.cache
@@ -218,9 +212,11 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             options: dict[str, Any],
             on_device: bool,
             kind: str,
-            state_bits: int = 32,
+            state_bits: int,
+            signed: str | None = None,
         ) -> None:
-            make = storing(maker(contract(), options), state_bits=state_bits)
+            make = keeping_signed(maker(contract(), options), signed)
+            make = storing(make, state_bits=state_bits)
 
             def beside(params: Sequence[Blueprint]) -> Any:
                 if of_float64:
@@ -228,7 +224,10 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
                 return Double(make, params)
 
             params = [Blueprint(shape, BEGIN, dtype) for shape in shapes]
-            self.begin_scaled(make, beside, params, on_device, kind)
+            self.begin_with(make, beside, params, on_device)
+            self.use_scale(kind, 2.0)
+            if contract.checkpoints:
+                self.last_checkpoint = self.checkpoint()
 
         @precondition(lambda self: self.claims.several_groups and not self.pending)
         @precondition(lambda self: self.sums is None)

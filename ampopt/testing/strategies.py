@@ -119,20 +119,16 @@ def _layouts(
     shape: tuple[int, ...], layouts: bool, expanded: bool, sparse: bool
 ) -> st.SearchStrategy[Layout]:
     """Strategy of the layouts that fit ``shape``; sparse ones alone if ``sparse``."""
-    fitting: list[Layout] = ["contiguous"]
-    if not layouts:
-        return _sampled_from(("sparse", "duplicated") if sparse and shape else tuple(fitting))
-    if len(shape) >= 1:
-        fitting.append("strided")
-    if len(shape) >= 2:
-        fitting.append("transposed")
-    if len(shape) == 4:
-        fitting.append("channels_last")
-    if expanded and len(shape) >= 1 and shape[-1] >= 2:
-        fitting.append("expanded")
-    if sparse and len(shape) >= 1:
+    if sparse and shape:
         return _sampled_from(("sparse", "duplicated"))
-    return _sampled_from(tuple(fitting))
+    fitting: dict[Layout, bool] = {
+        "contiguous": True,
+        "strided": layouts and len(shape) >= 1,
+        "transposed": layouts and len(shape) >= 2,
+        "channels_last": layouts and len(shape) == 4,
+        "expanded": layouts and expanded and len(shape) >= 1 and shape[-1] >= 2,
+    }
+    return _sampled_from(tuple(layout for layout, fits in fitting.items() if fits))
 
 
 @functools.cache
