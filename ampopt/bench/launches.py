@@ -72,6 +72,8 @@ def measure(
         scale = instance.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm).scale
 
     warmed(step, gradients.restore)
+    from ampopt_kernels.triton.launch import name_of
+
     calls: list[tuple[Any, ...]] = []
     launch = backend._launch
 
@@ -85,10 +87,11 @@ def measure(
     kernel_bytes = bytes_by_kernel(instance)
     rows = [_time_launch("step", step, device, sum(kernel_bytes.values()), gradients.restore)]
     programs: Counter[str] = Counter()
-    for _, kernel, n, _ in calls:
-        programs[kernel.fn.__name__] += n
+    for _, kernel, n, by_name in calls:
+        programs[name_of(kernel, by_name)] += n
     for arguments in calls:
-        name, n = arguments[1].fn.__name__, arguments[2]
+        _, kernel, n, by_name = arguments
+        name = name_of(kernel, by_name)
         # Each kind of parameter has its own launch, so split the bytes by number of programs.
         share = kernel_bytes[name] * n // programs[name]
         rows.append(_time_launch(name, functools.partial(launch, *arguments), device, share))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.gradient_reports import GradientReport, measured
+from ampopt_kernels.gradient_reports import GradientReport
+from ampopt_kernels.gradient_terms import added, found_in, overflows_when_added
 from ampopt_kernels.low_bits import master_of, split_master
 from ampopt_kernels.row_column_means import LineSums, sums_of
 from ampopt_kernels.rule import Rule
@@ -22,6 +23,7 @@ from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
+from ampopt_kernels.torch_language import bind
 from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["CHUNK", "Eager", "accumulate_gradients", "overflows"]
@@ -31,6 +33,9 @@ CHUNK = 1 << 17
 
 Temporaries of this size stay in the cache. With smaller chunks, starting the threads of each torch
 operation would take longer than the operation."""
+
+
+_added, _overflows_when_added, _found_in = map(bind, (added, overflows_when_added, found_in))
 
 
 def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
@@ -53,25 +58,32 @@ def accumulate_gradients(work: Work, request: Request, *, host_sees: bool) -> Pa
     """
     read = Tensor.item if host_sees else widened
     inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
-    rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
+    h = () if request.found_inf is None else (request.found_inf.reshape(()),)
     flags, rows = [], []
     for place, row, whole in work.present_rows():
-        dtype, (fresh,) = row.compute_dtype, row.flags
+        dtype = row.compute_dtype
         for grad, total in _chunks(whole, *row.outputs):
             if not grad.numel():
                 continue
             unscaled = grad.to(dtype) * _cast(inverse, dtype)
-            old = torch.zeros_like(total) if fresh else total
-            new = unscaled if fresh else total + unscaled
-            if rejected is not None:
-                new = torch.where(rejected, old, new)
-            # A sum that was inf or NaN before is not the fault of this gradient.
-            overflowed = ~new.isfinite() & old.isfinite()
-            flags.append((overflowed | ~unscaled.isfinite()).any())
+            (overflow,) = _overflows_when_added(total, unscaled, (), h, row.flags)
+            flags.append(overflow.any())
             rows.append(place)
-            total.copy_(new)
+            total.copy_(_added(total, unscaled, (), h, row.flags)[0])
     flag_tensor = as_tensor(flags, torch.float32, work.device)
     return Partials(flag_tensor, None, (GradientReport(flag_tensor, rows, work.owners),))
+
+
+def _measured(unscaled: Tensor, square: Tensor) -> Tensor:
+    """The measures of one chunk that is not empty; see :attr:`GradientReport.measures`.
+
+    Args:
+        unscaled: unscaled gradients, in the arithmetic dtype.
+        square: the sum of their squares: ``widest``, 0-d.
+    """
+    _, _, finite, is_nonzero, flushes = _found_in(None, unscaled, (), (), ())
+    each = square, finite.max(), is_nonzero.sum(), flushes.sum()
+    return torch.stack([x.to(square.dtype) for x in each])
 
 
 class Eager(Backend):
@@ -106,14 +118,14 @@ class Eager(Backend):
                 norm = torch.linalg.vector_norm(tested, dtype=wide) * scaled_by
                 squares.append(norm * norm if row.in_norm else torch.zeros_like(norm))
             if request.measure:
-                measures.append(measured(unscaled, squares[-1]))
+                measures.append(_measured(unscaled, squares[-1]))
         flag_tensor = as_tensor(flags, torch.float32, work.device)
         return Partials(
             flag_tensor,
             None if request.max_norm is None else as_tensor(squares, wide, work.device),
             (
                 GradientReport(
-                    flag_tensor, rows, work.owners, torch.stack(measures) if measures else None
+                    flag_tensor, rows, work.owners, torch.stack(measures, 1) if measures else None
                 ),
             ),
         )

@@ -2,28 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
 
-__all__ = [
-    "FLUSHED",
-    "MEASURES",
-    "NOBODY",
-    "GradientReport",
-    "RankFlags",
-    "Owner",
-    "measured",
-    "named_ranks",
-]
-
-FLUSHED = 2.0**-25
-"""The largest magnitude that float16 rounds to zero."""
-MEASURES = 4
-"""The number of measures of each chunk in :attr:`GradientReport.measures`."""
+__all__ = ["NOBODY", "GradientReport", "RankFlags", "Owner", "named_ranks"]
 
 
 class Owner(NamedTuple):
@@ -52,10 +38,11 @@ class GradientReport:
             (chunks,). A list of bool from a backend that computes on the host.
         rows: index of the row that each chunk belongs to; chunks of a row are adjacent.
         owners: the parameter of each row.
-        measures: four numbers for each chunk, if requested: ``widest``, shape (chunks, 4). Over
-            the finite unscaled gradients: the largest magnitude; the count of those that are not
-            0; the count of those that are not 0 and at most ``FLUSHED``; the sum of squares. The
-            sum is 0 for rows that are not ``in_norm``, and undefined if the chunk overflows.
+        measures: four numbers for each chunk, if requested: ``widest``, shape (4, chunks): the sum
+            of squares, 0 for rows that are not ``in_norm``, and undefined if the chunk overflows;
+            and over the finite unscaled gradients the largest magnitude, the count of those that
+            are not 0, and the count of those that are not 0 and at most
+            :data:`~ampopt_kernels.gradient_terms.FLUSHED`.
     """
 
     flags: Tensor | Sequence[bool]
@@ -123,17 +110,3 @@ def named_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
-
-
-def measured(unscaled: Tensor, square: Tensor) -> Tensor:
-    """The measures of one chunk that is not empty; see :attr:`GradientReport.measures`.
-
-    Args:
-        unscaled: unscaled gradients, of any floating-point dtype.
-        square: the sum of their squares: ``widest``, 0-d.
-    """
-    magnitudes = unscaled.abs()
-    finite: Any = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
-    is_nonzero = finite > 0
-    each = (finite.max(), is_nonzero.sum(), (is_nonzero & (finite <= FLUSHED)).sum(), square)
-    return torch.stack([x.to(square.dtype) for x in each])

@@ -109,19 +109,24 @@ else:
     tl = torch_language
 
 
-def kernel(fn: Callable[..., Any]) -> Any:
+def kernel(fn: Callable[..., Any], name: Callable[[Any], str] | None = None) -> Any:
     """``jit`` for kernels that are launched: one binary for all values and addresses of arguments.
 
     By default, Triton compiles another binary the first time that a size is 1 or a multiple of 16,
     or an address is not aligned, which would pause a training midway. Kernels get alignment as a
     compile-time argument instead.
+
+    Args:
+        fn: the function.
+        name: ``name(specialization)`` is the name of a compiled kernel, as profilers show it, if it
+            is not that of the function; see ``repr`` of ``triton.jit``.
     """
     if not HAS_TRITON:
         return jit(fn)
     parameters = inspect.signature(fn).parameters.values()
     runtime = [p.name for p in parameters if p.annotation is inspect.Parameter.empty]
     triton_jit: Any = jit
-    return triton_jit(fn, do_not_specialize=runtime)
+    return triton_jit(fn, do_not_specialize=runtime, repr=name)
 
 
 @jit

@@ -141,11 +141,11 @@ def note(
     skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(zero)
     squares = torch.full_like(zero, NOT_GIVEN)
     if report is not None and report.measures is not None and chunks and len(chunks.places):
-        measures = report.measures.to(device, wide)[chunks.chunks]
-        squares = _in_order(measures[:, 3])
+        measures = report.measures.to(device, wide)[:, chunks.chunks]
+        squares, largest = _in_order(measures[0]), _reduced(measures[1], chunks, largest=True)
         table = statistics.parameters[chunks.places]
-        table[:, 0] = torch.maximum(table[:, 0], _reduced(measures[:, 0], chunks, largest=True))
-        table[:, 2:4] += _reduced(measures[:, 1:3], chunks, largest=False) * (1 - skipped)
+        table[:, 0] = torch.maximum(table[:, 0], largest)
+        table[:, 2:4] += _reduced(measures[2:].T, chunks, largest=False) * (1 - skipped)
         if not report.surely_finite:
             of_chunks = report.flags_on(device).to(wide)[chunks.chunks]
             flags = _reduced(of_chunks, chunks, largest=True)

@@ -104,8 +104,10 @@ class RecordedLaunch:
 
     @property
     def name(self) -> str:
-        """Name of the kernel, such as ``detect`` or ``update``."""
-        return self.kernel.fn.__name__.removesuffix("_kernel")
+        """Name of the kernel, or of the pass, such as ``detect`` or ``update``."""
+        from ampopt_kernels.triton.launch import name_of
+
+        return name_of(self.kernel, self.arguments).removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
         """The compile-time options of the kernel in one word, for the report."""
@@ -119,6 +121,10 @@ class RecordedLaunch:
         elif self.name in ("control", "sum"):
             flags = next(iter(constants.get("FLAG_SETS", ())), ())
             on = [case.rule, *itertools.compress(names, flags), *on]
+        elif self.name == "detect":
+            on += {1: [], 2: ["norm"]}.get(len(constants["TERMS"]), ["measure"])
+        else:  # accumulate
+            on += ["empty"] * constants["FLAGS"][0] + ["reject"] * constants["N_H"]
         if constants.get("STOCHASTIC"):
             on.append("stochastic")
         coded = itertools.compress(constants.get("DTYPES", ()), constants.get("CODECS", ()))

@@ -13,9 +13,9 @@ def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
         if HAS_TRITON:
-            from ampopt_kernels.triton import detect, table
+            from ampopt_kernels.triton import passes, table
 
-            patch.setattr(detect, "AHEAD", detect.AHEAD * BLOCK // table.BLOCK)
+            patch.setattr(passes, "AHEAD", passes.AHEAD * BLOCK // table.BLOCK)
             patch.setattr(table, "BLOCK", BLOCK)
             patch.setattr(table, "CHUNK", CHUNK)
         yield

@@ -29,7 +29,7 @@ PLACES, LAST = 3, 4
 class Step:
     """One step: place, flag and measures of each parameter with a gradient, and the outcome."""
 
-    rows: list[tuple[int, bool, tuple[float, int, int, float]]]
+    rows: list[tuple[int, bool, tuple[float, float, int, int]]]
     cause: int
     scale: float | None
     norm: float | None
@@ -43,7 +43,7 @@ class Step:
             return None, None
         flags = [flag for _, flag, _ in self.rows]
         flags = flags if self.host_sees else torch.tensor(flags, dtype=torch.float32)
-        measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4)
+        measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4).T
         owners = [Owner("a parameter", 0)] * len(self.rows)
         of_chunks = torch.arange(len(self.rows))
         places = torch.tensor([row[0] for row in self.rows], dtype=torch.int64)
@@ -65,7 +65,7 @@ class Step:
 
 
 measures = st.tuples(
-    st.floats(0.0, 2.0**60, width=32), *[st.integers(0, 2**40)] * 2, st.floats(0.0, 2.0**60)
+    st.floats(0.0, 2.0**60), st.floats(0.0, 2.0**60, width=32), *[st.integers(0, 2**40)] * 2
 )
 rows = st.lists(st.tuples(st.booleans(), measures), max_size=PLACES)
 steps = st.builds(
@@ -89,7 +89,7 @@ def defined(history):
     for number, step in enumerate(history, start=1):
         rows = step.rows if step.looked else []
         squares = 0.0 if rows else NOT_GIVEN
-        for place, flag, (largest, used, flushed, square) in rows:
+        for place, flag, (square, largest, used, flushed) in rows:
             row = table[place]
             row[0] = max(row[0], largest)
             if not step.cause:
@@ -125,7 +125,7 @@ def test_notes_what_is_defined(history):
 
 def test_a_parameter_in_several_chunks_is_one():
     statistics = zeros(3, 1, CPU)
-    measures = [[1.0, 4, 1, 2.0], [7.0, 7, 7, 7.0], [5.0, 3, 0, 25.0], [2.0, 1, 1, 4.0]]
+    measures = [[2.0, 7.0, 25.0, 4.0], [1.0, 7.0, 5.0, 2.0], [4, 7, 3, 1], [1, 7, 0, 1]]
     chunks = Chunks(torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1]), torch.tensor([2, 0]))
     owners = [Owner(name, 0) for name in ("weight", "of another optimizer", "bias")]
     for number, flags in enumerate(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]), start=1):

@@ -71,8 +71,8 @@ def assembly(compiled, line):
         ("detect", "scale", "bfloat16", 2),
         ("detect", "scale+write", "float32", 8),
         ("detect", "scale+write", "bfloat16", 4),
-        ("detect", "scale+add", "float32", 12),
-        ("detect", "scale+add+fresh", "bfloat16", 6),
+        ("accumulate", "scale", "float32", 12),
+        ("accumulate", "scale+empty", "bfloat16", 6),
         ("line", "adafactor+rows", "float32", 4),
         ("update", "adam", "float32", 28),
         ("update", "adam", "bfloat16", 14),
@@ -174,11 +174,11 @@ def test_detect_reads_each_byte_once_sixteen_at_a_time(compiled, variant, dtype)
 
 
 @pytest.mark.parametrize("dtype", aot.DTYPES)
-@pytest.mark.parametrize("variant", ["scale+add", "scale+add+fresh", "scale+add+reject"])
-def test_detect_with_sums_moves_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
+@pytest.mark.parametrize("variant", ["scale", "scale+empty", "scale+reject"])
+def test_accumulate_moves_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
     size = getattr(torch, dtype).itemsize
-    sums = max(size, 4) * (1 if "fresh" in variant else 2)
-    assert_streams(of(compiled, "detect", variant, dtype), size + sums)
+    sums = max(size, 4) * (1 if "empty" in variant else 2)
+    assert_streams(of(compiled, "accumulate", variant, dtype), size + sums)
 
 
 def test_sums_of_lines_read_sixteen_bytes_at_a_time_on_nvidia(compiled):

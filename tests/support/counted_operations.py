@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt import backend
 from ampopt_kernels.triton.backend import Triton
+from ampopt_kernels.triton.launch import name_of
 
 __all__ = ["counted", "silent_launches"]
 
@@ -55,7 +56,7 @@ def silent_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     launches: Counter[str] = Counter()
 
     def launch(device: Any, kernel: Any, programs: int, arguments: Any) -> None:
-        launches[kernel.fn.__name__] += programs > 0
+        launches[name_of(kernel, arguments)] += programs > 0
 
     silent = Triton(launch)
     with monkeypatch.context() as patch:

@@ -111,9 +111,9 @@ class _Tape(TorchDispatchMode):
         return result
 
     def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        from ampopt_kernels.triton.launch import launch
+        from ampopt_kernels.triton.launch import launch, name_of
 
-        captured = self._borrowed(kernel.fn.__name__, arguments)
+        captured = self._borrowed(name_of(kernel, arguments), arguments)
 
         def again() -> None:
             launch(device, kernel, programs, _lent(captured))

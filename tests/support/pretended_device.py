@@ -115,8 +115,9 @@ def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str
     tables, so while it runs, memory of other devices is filled with NaN, and checked for writes.
     """
     from ampopt_kernels.triton.launch import launch as interpret
+    from ampopt_kernels.triton.launch import name_of
 
-    name = kernel.fn.__name__
+    name = name_of(kernel, arguments)
     for key, value in arguments.items():
         if isinstance(value, Tensor):
             assert value.device == device, f"{name}: {key} is on {value.device}, not on {device}"

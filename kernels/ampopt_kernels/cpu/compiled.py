@@ -16,7 +16,8 @@ from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.cpu.table import Table
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import accumulate_gradients
-from ampopt_kernels.gradient_reports import MEASURES, GradientReport
+from ampopt_kernels.gradient_reports import GradientReport
+from ampopt_kernels.gradient_terms import MEASURES
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.row_column_means import LineSums
@@ -90,7 +91,7 @@ class Compiled(Backend):
             measures = torch.zeros(n, MEASURES, dtype=torch.float64, device="cpu")
             for rows in table.gradients:
                 rows.measure(table.grads_at, inverse, flags, measures)
-            measures[:, 3] = squares = table.counted(measures[:, 3]) * inverse * inverse
+            measures[:, 0] = squares = table.counted(measures[:, 0]) * inverse * inverse
         elif request.max_norm is not None:
             squares = torch.zeros(n, dtype=torch.float64, device="cpu")
             for rows in table.gradients:
@@ -106,6 +107,7 @@ class Compiled(Backend):
             places = table.with_elements()
             own = measures if measures is None or len(places) == n else measures[places]
             overflows = [bool(flags[place]) for place in places]
+            own = None if own is None else own.T
             reports = (GradientReport(overflows, places, work.owners, own),)
         if request.write and not self.unscales_in_update(request):
             _multiply(work.present_grads, inverse)

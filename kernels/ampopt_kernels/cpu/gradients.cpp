@@ -267,9 +267,9 @@ static inline Measures measures(const T* x, int64_t size, const int64_t* bounds)
     return result;
 }
 
-// For each row, at its place, writes whether it overflows, and four columns: the largest finite
-// magnitude, unscaled; how many elements are not 0; how many of these would flush to 0; and the sum
-// of squares before unscaling. ``flags`` and ``columns`` are 0 before. bounds[3] is 1 if the
+// For each row, at its place, writes whether it overflows, and four columns: the sum of squares
+// before unscaling; the largest finite magnitude, unscaled; how many elements are not 0; and how
+// many of these would flush to 0. ``flags`` and ``columns`` are 0 before. bounds[3] is 1 if the
 // arithmetic is float64.
 extern "C" void measure(
     const int64_t* grads, const Row* rows, int64_t n, int64_t threads, const int64_t* bounds,
@@ -284,13 +284,13 @@ extern "C" void measure(
         double* of = columns[rows[i].place];
         for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part) {
             if (partial[part].overflows) flags[rows[i].place] = 1;
-            of[0] = partial[part].largest > of[0] ? partial[part].largest : of[0];
-            of[1] += partial[part].nonzero;
-            of[2] += partial[part].nonzero - partial[part].not_flushed;
-            of[3] += partial[part].squares;
+            of[0] += partial[part].squares;
+            of[1] = partial[part].largest > of[1] ? partial[part].largest : of[1];
+            of[2] += partial[part].nonzero;
+            of[3] += partial[part].nonzero - partial[part].not_flushed;
         }
-        of[0] = __builtin_fabs(bounds[3] ? of[0] * inverse : float(of[0]) * float(inverse));
-        if (bounds[2] == 0) of[0] = of[1] = of[2] = 0;  // 1 / scale is infinite: even 0 is NaN
+        of[1] = __builtin_fabs(bounds[3] ? of[1] * inverse : float(of[1]) * float(inverse));
+        if (bounds[2] == 0) of[1] = of[2] = of[3] = 0;  // 1 / scale is infinite: even 0 is NaN
     }
     delete[] partial;
 }

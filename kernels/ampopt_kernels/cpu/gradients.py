@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.dtypes import DTYPES
-from ampopt_kernels.gradient_reports import FLUSHED, MEASURES
+from ampopt_kernels.gradient_terms import FLUSHED, MEASURES
 from ampopt_kernels.native.build import Library
 
 __all__ = ["PART", "GradientRows"]
@@ -91,7 +91,7 @@ class GradientRows:
         add(*self._arguments(grads), sums.data_ptr())
 
     def measure(self, grads: int, inverse: float, flags: bytearray, measures: Tensor) -> None:
-        """Write :attr:`GradientReport.measures`, with the squares of gradients as they are.
+        """Write :attr:`GradientReport.measures`, transposed; the squares are of scaled gradients.
 
         Args:
             grads: see the class.

@@ -1,6 +1,5 @@
 """The Triton backend: each pass of a step is one multi-tensor launch over a table of addresses."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -8,25 +7,26 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.gradient_reports import MEASURES, GradientReport
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.native import objects
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_arguments, control_kernel
-from ampopt_kernels.triton.detect import detect_kernel, detect_launches
 from ampopt_kernels.triton.launch import Launcher, launch
 from ampopt_kernels.triton.lines import line_kernel, line_launches, lines_of
-from ampopt_kernels.triton.reduce import (
-    count_terms,
-    reduce_kernel,
-    reduce_launches,
-    sum_arguments,
-    sum_kernel,
+from ampopt_kernels.triton.passes import (
+    ACCUMULATE,
+    Pass,
+    detect,
+    pass_kernel,
+    pass_launches,
+    reduce,
+    update,
 )
+from ampopt_kernels.triton.row_sums import sum_arguments, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table
-from ampopt_kernels.triton.update import update_kernel, update_launches
 from ampopt_kernels.work import Work
 
 __all__ = ["Triton"]
@@ -54,24 +54,15 @@ class Triton(Backend):
         table = Table.of(work)
         if not self._compiles or table.prepared:
             return
-        numbers = _h_table(work)  # passed for every argument of float64 numbers
-        decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
-        launch = functools.partial(self._launch, work.device)
-        h = _h_table(work, to_reduce=True)
-        for _, arguments in line_launches(work, numbers, h, numbers):
-            launch(line_kernel, 0, arguments)
+        h = _h_table(work, to_reduce=True)  # uninitialized, as nothing reads it
+        decision = Decision(found_inf=h, coefficients=h, h=h if decides else None)
+        compiling = self._compiling()
+        if work.rule is not None and work.rule.averages is not None:
+            decision = replace(decision, h=compiling.sum_lines(work, decision).h)
         if _reduces(work):
-            if not decides:
-                launch(control_kernel, 0, control_arguments(work, decision))
-            for _, arguments in reduce_launches(work, numbers, h, numbers):
-                launch(reduce_kernel, 0, arguments)
-            launch(sum_kernel, 0, sum_arguments(work, numbers, numbers))
-            sums = Sums(numbers, numbers.new_empty(count_terms(work)))
-            decision = replace(decision, sums=sums)
-        if decision.sums is not None or not decides:
-            launch(control_kernel, 0, control_arguments(work, decision))
-        for _, arguments in update_launches(work, numbers, numbers):
-            launch(update_kernel, 0, arguments)
+            sums = compiling.reduce(work, decision)
+            decision = replace(decision, sums=Sums(sums, sums.new_empty(sums.shape[1])))
+        compiling.update(work, decision)
         table.prepared = True
 
     def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
@@ -108,20 +99,34 @@ class Triton(Backend):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each chunk."""
-        table = Table.of(work)
+        table, squares, measures = Table.of(work), None, None
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
-        norm = request.max_norm is not None
-        squares = measures = flags  # a pointer that is not written may be any
-        if norm:
-            squares = torch.empty(table.n_blocks, dtype=torch.float64, device=work.device)
-        if request.measure:
-            shape = table.n_blocks, MEASURES
-            measures = torch.empty(shape, dtype=torch.float64, device=work.device)
-        for programs, arguments in detect_launches(table, request, flags, squares, measures):
-            self._launch(work.device, detect_kernel, programs, arguments)
-        measured = measures if request.measure else None
-        report = GradientReport(flags, table.row_of_block, work.owners, measured)
-        return Partials(flags, squares if norm else None, (report,))
+        if request.accumulate:
+            self._run(work, ACCUMULATE, request.scale, request.found_inf, flags)
+        else:
+            norm = request.max_norm is not None
+            of = detect(norm=norm, measure=request.measure, writes=request.write)
+            found = self._run(work, of, request.scale, None, flags)
+            squares, measures = found[0] if norm else None, found if request.measure else None
+        report = GradientReport(flags, table.row_of_block, work.owners, measures)
+        return Partials(flags, squares, (report,))
+
+    def _run(
+        self,
+        work: Work,
+        of: Pass,
+        coefficients: Tensor | None,
+        h: Tensor | None,
+        flags: Tensor | None = None,
+    ) -> Any:
+        """Run a pass; see ``pass_launches``. Returns ``parts``."""
+        parts, n = None, sum(how != "any" for how in of.terms)
+        if n:
+            shape = n, Table.of(work).n_blocks
+            parts = torch.empty(shape, dtype=torch.float64, device=work.device)
+        for programs, arguments in pass_launches(work, of, coefficients, h, flags, parts):
+            self._launch(work.device, pass_kernel, programs, arguments)
+        return parts
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Scalar states that need no sums advance here too."""
@@ -168,17 +173,10 @@ class Triton(Backend):
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows."""
-        rule, table = work.rule, Table.of(work)
-        assert rule is not None
-        h = self._h_to_reduce(work, decision)
-        n_terms = count_terms(work)
-        parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
-        coefficients = decision.coefficients_on_device
-        for programs, arguments in reduce_launches(work, coefficients, h, parts):
-            self._launch(work.device, reduce_kernel, programs, arguments)
-        sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
-        arguments = sum_arguments(work, parts, sums)
-        self._launch(work.device, sum_kernel, len(work.rows), arguments)
+        h, n_rows = self._h_to_reduce(work, decision), len(work.rows)
+        parts = self._run(work, reduce(work), decision.coefficients_on_device, h)
+        sums = torch.empty((n_rows, len(parts)), dtype=torch.float64, device=work.device)
+        self._launch(work.device, sum_kernel, n_rows, sum_arguments(work, parts, sums))
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -188,8 +186,7 @@ class Triton(Backend):
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
             self._launch(work.device, control_kernel, 1, control_arguments(work, advanced))
-        for programs, arguments in update_launches(work, decision.coefficients_on_device, h):
-            self._launch(work.device, update_kernel, programs, arguments)
+        self._run(work, update(work), decision.coefficients_on_device, h)
 
     def send_hyper(self, work: Work) -> None:
         """Copy changed hyperparameters to the tensor that a captured step reads."""

@@ -9,11 +9,12 @@ from ampopt_kernels.triton.codecs import decoded
 
 __all__ = [
     "chunk_of",
+    "elements_of",
     "end_of",
-    "inverse_of",
     "load_if_live",
-    "not_finite",
+    "numbers_before",
     "numbers_of",
+    "pointers_to",
     "store_if_live",
     "streams_of",
     "values_of",
@@ -86,13 +87,18 @@ def numbers_of(coefficients, h_table, index, N_H: tl.constexpr, COMPUTE: tl.cons
 
 
 @jit
-def inverse_of(scale, HAS_SCALE: tl.constexpr, COMPUTE: tl.constexpr):
-    """The reciprocal of the loss scale; 1 without one."""
+def numbers_before(
+    scale, reject, HAS_SCALE: tl.constexpr, N_H: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """What :func:`numbers_of` returns, before control: clips nothing, and ``h`` is ``reject``."""
     inverse = tl.full((), 1.0, COMPUTE)
     if HAS_SCALE:
         # In float64, so that the float32 reciprocal is correctly rounded.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
-    return inverse
+    h = ()
+    if N_H > 0:
+        h = (tl.load(reject).to(COMPUTE),)
+    return inverse, 1.0, h
 
 
 @jit
@@ -114,24 +120,43 @@ def store_if_live(at, value, live, MASKED: tl.constexpr):
 
 
 @jit
-def values_of(
-    streams, at, live, scales, offset, end, COMPUTE: tl.constexpr, N: tl.constexpr,
-    CODECS: tl.constexpr, DECODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+def pointers_to(stream, offset, ALONE: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to ``BLOCK`` elements of a stream, from ``offset`` on.
+
+    Streams that are read together share the sum of offset and lanes. A stream that is read
+    ``ALONE``, in whole blocks, takes fewer registers if its pointer advances.
+    """
+    if ALONE:
+        return stream + offset + tl.arange(0, BLOCK)
+    else:
+        return stream + (offset + tl.arange(0, BLOCK))
+
+
+@jit
+def elements_of(
+    streams, offset, live, N: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The elements ``at`` of the first ``N`` streams, decoded, in the arithmetic dtype.
+    """What is stored in the first ``N`` streams from ``offset`` on: a tuple of blocks.
 
     A stream that is not used costs nothing: the compiler removes the load.
     """
-    values = ()
+    elements = ()
     for i in tl.static_range(N):
-        x = load_if_live(streams[i] + at, live, MASKED)
+        pointers = pointers_to(streams[i], offset, N == 1 and not MASKED, BLOCK)
+        elements = elements + (load_if_live(pointers, live, MASKED),)
+    return elements
+
+
+@jit
+def values_of(
+    elements, scales, offset, end, COMPUTE: tl.constexpr, CODECS: tl.constexpr,
+    DECODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The decoded values of :func:`elements_of` from ``offset`` on, in the arithmetic dtype."""
+    values = ()
+    for i in tl.static_range(len(elements)):
+        x = elements[i]
         if len(CODECS[i]) > 0:
             x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
         values = values + (x.to(COMPUTE),)
     return values
-
-
-@jit
-def not_finite(x):
-    """1 for each element of ``x`` that is inf or NaN, else 0."""
-    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)

@@ -7,7 +7,7 @@ A compiled kernel needs none of that, and takes addresses as integers.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "Launcher",
     "launch",
     "launch_compiled",
+    "name_of",
     "options",
     "tensor_or",
 ]
@@ -137,11 +138,16 @@ def launch_compiled(
     if compiled is not None:
         compiled[(programs, 1, 1)](*values)
         return
-    name = kernel.fn.__name__
+    name = name_of(kernel, arguments)
     refuse_while_captured(device, f"the first launch of {name}, which is compiled and loaded then")
     compiled = kernel[(programs,)](**arguments, **options)
     if hasattr(compiled, "__getitem__"):  # an interpreted kernel returns None
         _compiled[tuple(kind)] = compiled
+
+
+def name_of(kernel: Any, arguments: Mapping[str, Any]) -> str:
+    """The name of a launch, in messages and profilers: that of its pass, or of its kernel."""
+    return f"{arguments['PASS']}_kernel" if "PASS" in arguments else kernel.fn.__name__
 
 
 @functools.cache

@@ -40,7 +40,6 @@ from torch import Tensor
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["BLOCK", "CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
@@ -84,24 +83,23 @@ class Launch:
         return self.stop - self.start
 
     @functools.cached_property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of the gradient and of every tensor that update writes."""
-        return self.like.dtypes
-
-    @functools.cached_property
     def compute_dtype(self) -> torch.dtype:
         """The arithmetic dtype."""
         return self.like.compute_dtype
 
     @functools.cached_property
-    def aligns(self) -> tuple[int, ...]:
-        """For each of ``dtypes``, the alignment in bytes that is passed to Triton.
+    def gradient(self) -> ParamRow:
+        """``like`` without all but the gradient, for a pass that reads nothing else."""
+        return ParamRow(self.like.grad_dtype)
+
+    def aligns_of(self, dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
+        """For each of the tensors that a pass reads, the alignment in bytes that Triton is told.
 
         It may be less than ``align``. A thread reads as many elements of each tensor as make 16
         bytes of the widest dtype; if it read 16 bytes of a narrower one too, Triton would exchange
         elements between threads, through shared memory and barriers.
         """
-        sizes = [dtype.itemsize for dtype in self.dtypes]
+        sizes = [dtype.itemsize for dtype in dtypes]
         return tuple(min(self.align, 16 // max(sizes) * size) for size in sizes)
 
 
@@ -144,17 +142,6 @@ class Table:
     grads_version: int
     lines: Any = None
     prepared: bool = False
-
-    def arguments_of(self, launch: Launch) -> dict[str, Any]:
-        """The arguments that every kernel over chunks takes, by name."""
-        return {
-            "table": self.rows,
-            "blocks": self.blocks,
-            "first": launch.start,
-            "COMPUTE": TRITON_DTYPES[launch.compute_dtype],
-            "COLUMNS": self.columns,
-            "BLOCK": self.block,
-        }
 
     @property
     def n_blocks(self) -> int:

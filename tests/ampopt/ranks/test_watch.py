@@ -141,7 +141,7 @@ def test_a_norm_that_other_ranks_did_not_compute_is_none(two_ranks):
 @given(st.lists(st.sets(st.integers(1, 40), max_size=30), min_size=1, max_size=3))
 @example([set(range(1, 31)), {1, 2}])  # of which the first part tells no more
 def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
-    told, measures = [], torch.zeros(1, 4, dtype=torch.float64)
+    told, measures = [], torch.zeros(4, 1, dtype=torch.float64)
     only = torch.zeros(1, dtype=torch.int64)
     for overflows in parts:
         statistics = zeros(1, 1, torch.device("cpu"))

@@ -116,7 +116,7 @@ def test_gradients_are_read_as_torchs_operations_read_them(kinds, values, scale,
     if measure and theirs.reports[0].measures is not None:
         (report,), (expected,) = ours.reports, theirs.reports
         assert list(report.rows) == list(expected.rows)
-        assert torch.equal(report.measures[:, :3], expected.measures[:, :3])
+        assert torch.equal(report.measures[1:], expected.measures[1:])
 
 
 @given(kinds, st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40))

@@ -1,0 +1,72 @@
+"""What a pass over gradients computes of each element, written once in the language of rules.
+
+Detect is a ``reduce`` with :func:`found_in`, and accumulate an ``update`` with :func:`added`, under
+the test :func:`overflows_when_added`. They take the arguments of a rule's functions: ``p`` is the
+sum to which a gradient is added, and ``g`` the gradient, unscaled.
+"""
+
+from ampopt_kernels.language import jit, tl
+
+__all__ = ["FLUSHED", "MEASURES", "added", "found_in", "overflows_when_added"]
+
+FLUSHED = 2.0**-25
+"""The largest magnitude that float16 rounds to zero."""
+MEASURES = 4
+"""The number of terms of :func:`found_in` after the first."""
+
+
+@jit
+def _not_finite(x):
+    """1 for each element of ``x`` that is inf or NaN, else 0."""
+    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
+
+
+@jit
+def found_in(p, g, state, h, flags):
+    """The terms of detect.
+
+    Returns:
+        Whether an element is not finite, to be joined by "or"; the element itself, whose square is
+        to be summed; its magnitude, 0 if it is not finite, to be joined by "max"; whether that is
+        not 0; and whether it is not 0 and at most ``FLUSHED``, to be counted.
+    """
+    magnitude = tl.abs(g)
+    finite = tl.where(magnitude < float("inf"), magnitude, 0.0)
+    is_nonzero = finite > 0
+    return _not_finite(g), g, finite, is_nonzero, is_nonzero & (finite <= 2.0**-25)
+
+
+@jit
+def added(p, g, state, h, flags):
+    """The sum ``p + g``; ``g`` if the sum is still empty; the old sum if the gradient is rejected.
+
+    Args:
+        p: the sum.
+        g: the unscaled gradient.
+        state: no tensors.
+        h: a number that is more than 0 to reject the gradient; or empty.
+        flags: whether the sum is empty: uninitialized memory, which counts as 0.
+    """
+    EMPTY: tl.constexpr = flags[0]
+    if EMPTY:
+        new = g
+    else:
+        new = p + g
+    if len(h) > 0:
+        if EMPTY:
+            new = tl.where(h[0] > 0, 0.0, new)
+        else:
+            new = tl.where(h[0] > 0, p, new)
+    return new, ()
+
+
+@jit
+def overflows_when_added(p, g, state, h, flags):
+    """The term of accumulate: whether the gradient is not finite, or makes a finite sum so."""
+    EMPTY: tl.constexpr = flags[0]
+    overflow = _not_finite(g)
+    if not EMPTY:
+        new, _ = added(p, g, state, h, flags)
+        # A sum that was not finite before this gradient is not counted as its overflow.
+        overflow = overflow | (_not_finite(new) & (1 - _not_finite(p)))
+    return (overflow,)

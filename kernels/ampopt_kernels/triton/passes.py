@@ -1,0 +1,455 @@
+"""The passes over all elements: detect, accumulate, reduce and update, which are one kernel.
+
+A pass reads the tensors of a row once, chunk by chunk. Of each element it computes terms, which it
+sums over the chunk, or new values, which it stores, or both:
+
+==========  ========================  ==================================
+pass        terms                     new values
+==========  ========================  ==================================
+detect      ``found_in``              the unscaled gradient, if asked for
+accumulate  ``overflows_when_added``  ``added``
+reduce      ``Rule.reduce``           none
+update      none                      ``Rule.update``
+==========  ========================  ==================================
+
+Terms are summed in a fixed order, squares in float64, so a sum has the same bits in every run. The
+CPU backends sum in another order: their norm may differ by an ulp of float64, and so may clipped
+steps of float64 parameters; sums of ``Rule.reduce`` differ by a few ulp. The difference shows in
+scalar states kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; seldom
+in float32. The norm is that of unscaled gradients, rounded to the arithmetic dtype. The eager
+backend divides the norm of the scaled ones by the scale: if the scale is not a power of two, the
+two norms of float32 gradients may differ by 2 ** -23 of themselves, and the results of a clipped
+step by an ulp.
+
+New float32 values have the bits that the eager backend computes from the same scalars: products and
+sums are not fused (``launch.options``), and quotients and square roots are correctly rounded. In
+float64 so are those of this kernel, while torch's square root on a CPU, and so the eager backend,
+may be an ulp off (``torch_language.sqrt``). The scalars of a rule may differ by a few ulp where it
+computes them by ``language.power``, or from sums.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ampopt_kernels.gradient_terms import MEASURES, added, found_in, overflows_when_added
+from ampopt_kernels.language import jit, kernel, rounded, tl
+from ampopt_kernels.low_bits import split
+from ampopt_kernels.stochastic import rounded_stochastically
+from ampopt_kernels.triton.chunks import (
+    chunk_of,
+    elements_of,
+    end_of,
+    numbers_before,
+    numbers_of,
+    pointers_to,
+    store_if_live,
+    streams_of,
+    values_of,
+)
+from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
+from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of, tensor_or
+from ampopt_kernels.triton.low_bits import with_master
+from ampopt_kernels.triton.places import jumps_of, places_of
+from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
+from ampopt_kernels.triton.table import Table, state_columns
+from ampopt_kernels.work import Work
+
+__all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
+
+FOUND = "any", "squares", "largest", "count", "count"
+"""How the terms of ``found_in`` are summed over elements."""
+
+AHEAD = 1 << 6
+"""Bytes of gradients that each thread of detect loads before it uses the first.
+
+By Little's law, bandwidth times latency must be in flight: for 5 TB/s and 0.8 microseconds, on 132
+multiprocessors of about 1500 threads each, at least 20 bytes for each thread.
+"""
+
+
+class Pass(NamedTuple):
+    """What a pass computes.
+
+    Attributes:
+        name: ``"detect"``, ``"accumulate"``, ``"reduce"`` or ``"update"``.
+        decided: whether the pass follows control, so that it does nothing if the step is skipped.
+        terms: for each term how it is summed over elements: ``"sum"``, in float64; ``"squares"``,
+            the sum of its squares; ``"largest"``; ``"count"`` of those that are true; or ``"any"``.
+        reduce: computes the terms; a function with the arguments of ``Rule.reduce``.
+        update: computes new values; a function with the arguments of ``Rule.update``.
+        writes: whether to store the unscaled gradients.
+        draws: whether ``update`` draws random numbers, and so takes positions of elements.
+    """
+
+    name: str
+    decided: bool
+    terms: tuple[int, ...] = ()
+    reduce: Any = None
+    update: Any = None
+    writes: bool = False
+    draws: bool = False
+
+
+ACCUMULATE = Pass("accumulate", False, ("any",), overflows_when_added, added)
+
+
+def detect(*, norm: bool, measure: bool, writes: bool) -> Pass:
+    """Test unscaled gradients for inf and NaN.
+
+    Args:
+        norm: whether to sum squares.
+        measure: whether to measure the gradients for a watch, which includes their squares.
+        writes: whether to store the unscaled gradients.
+    """
+    n = 1 + (MEASURES if measure else norm)
+    return Pass("detect", False, FOUND[:n], found_in, writes=writes)
+
+
+def reduce(work: Work) -> Pass:
+    """Sum the terms of the rule."""
+    assert work.rule is not None
+    n_terms = work.rule.widths(len(work.hyper[0])).terms
+    return Pass("reduce", True, ("sum",) * n_terms, work.rule.reduce)
+
+
+def update(work: Work) -> Pass:
+    """Apply the rule to every parameter and its states, or change nothing."""
+    assert work.rule is not None
+    return Pass("update", True, update=work.rule.update, draws=work.rule.draws)
+
+
+def pass_launches(
+    work: Work,
+    of: Pass,
+    coefficients: Tensor | None,
+    h: Tensor | None,
+    flags: Tensor | None,
+    parts: Tensor | None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``pass_kernel``.
+
+    Args:
+        work: the rows.
+        of: the pass.
+        coefficients: see ``pass_kernel``; ``None`` before the decision if there is no scale.
+        h: see ``pass_kernel``; ``None`` if there are no such numbers.
+        flags: see ``pass_kernel``; ``None`` after the decision.
+        parts: see ``pass_kernel``; ``None`` if the pass has no such terms.
+    """
+    table = Table.of(work)
+    pointer = functools.partial(tensor_or, table.rows)
+    for group in table.launches:
+        row, ahead = group.like, 1
+        if of.name == "detect":
+            row, ahead = group.gradient, AHEAD * THREADS // (row.grad_dtype.itemsize * table.block)
+        means = row.row_column_means
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "chunk": table.chunk,
+                "n_parts": table.n_blocks,
+                "coefficients": pointer(coefficients),
+                "h_table": pointer(h),
+                "flags": pointer(flags),
+                "parts": pointer(parts),
+                "PASS": of.name,
+                "DECIDED": of.decided,
+                "HAS_SCALE": coefficients is not None,
+                "REDUCE": of.reduce,
+                "TERMS": of.terms,
+                "WRITE": of.writes,
+                "UPDATE": of.update,
+                "DRAWS": of.draws,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes),
+                "ALIGNS": group.aligns_of(row.dtypes),
+                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+                "N_H": 0 if h is None else h.shape[1] if of.decided else 1,
+                "HAS_COPY": row.copy is not None,
+                "LOW": row.low is not None,
+                "STOCHASTIC": row.rounds,
+                "KEYED": row.keys is not None,
+                "JUMPS": len(row.places.jumps),
+                "OF_ROWS": () if means is None else means.of_rows,
+                "EVEN": 1 if means is None else group.even,
+                **arguments_of(row.codecs, len(row.dtypes)),
+                "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
+                "COLUMNS": table.columns,
+                "CHUNK": None if of.name == "detect" else table.chunk,
+                # Half as many elements, or Adam would need 160 registers.
+                "BLOCK": table.block // 2 if of.update and row.is_coded else table.block,
+                "AHEAD": ahead,
+            },
+        )
+
+
+@functools.partial(kernel, name=lambda compiled: name_of(None, compiled.constants))
+def pass_kernel(
+    table,
+    blocks,
+    first,
+    chunk,
+    n_parts,
+    coefficients,
+    h_table,
+    flags,
+    parts,
+    PASS: tl.constexpr,
+    DECIDED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    REDUCE: tl.constexpr,
+    TERMS: tl.constexpr,
+    WRITE: tl.constexpr,
+    UPDATE: tl.constexpr,
+    DRAWS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ALIGNS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    N_H: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    LOW: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    KEYED: tl.constexpr,
+    JUMPS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CODECS: tl.constexpr,
+    DECODES: tl.constexpr,
+    ENCODES: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SCALES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Run a pass over one chunk of one parameter; return at once if the step is skipped.
+
+    With ``g = grad * inverse_scale * clip``, in the arithmetic dtype, elementwise::
+
+        parts[i, program] = sum(REDUCE(param, g, state, h, FLAGS)[i])
+        param, state = UPDATE(param, g, state, h, FLAGS)
+
+    One program for each chunk. A launch has the rows of one kind: the same dtypes, flags and
+    alignment. Each tensor is read once, at the address in ``table``, and stored there.
+
+    Args:
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``blocks``.
+        chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
+        n_parts: the number of programs of all launches.
+        coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
+            the loss scale, and the clip coefficient. Unless ``DECIDED``, one element: the loss
+            scale of the gradients, read if ``HAS_SCALE``.
+        h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
+            wrote. Unless ``DECIDED``, one element, more than 0 to reject the gradients, read if
+            ``N_H``.
+        flags: float32, shape (n_parts,), written if there is such a term: 1 if it is "any" in the
+            chunk, else 0.
+        parts: float64, shape (other terms, n_parts), written. Squares of a row that is not part of
+            the norm are 0.
+        PASS: the name of the pass.
+        DECIDED: whether control has decided the step.
+        HAS_SCALE: whether the gradients are multiplied by a loss scale.
+        REDUCE: see :attr:`Pass.reduce`.
+        TERMS: see :attr:`Pass.terms`; as many of the terms that ``REDUCE`` returns are summed.
+        WRITE: whether to store the unscaled gradients in place of the scaled ones.
+        UPDATE: see :attr:`Pass.update`.
+        DRAWS: see :attr:`Pass.draws`.
+        FLAGS: tuple of bool, the flags of the row.
+        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy or the
+            low bits if there are any: the first columns of ``table``, in this order.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        N_H: the number of scalars in ``h``.
+        HAS_COPY: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
+            only written.
+        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master; see
+            ``ampopt_kernels.low_bits``.
+        STOCHASTIC: whether the parameter, in bfloat16, is rounded stochastically.
+        KEYED: whether the row has a random key.
+        JUMPS: the number of gaps in the positions of a row's elements; see
+            ``ampopt_kernels.places``.
+        OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
+            row of the matrix, false if one for each column; see ``row_column_factors.py``.
+        EVEN: a number that divides the row length of every matrix with such factors.
+        CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
+        DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
+        ENCODES: for each of ``DTYPES`` the function ``encode`` of its codec, or ``None``.
+        SOURCES: a text that changes with the source of a codec.
+        SCALES: the column of ``table`` with the address of the first state's scales.
+        COLUMNS: the width of ``table``.
+        CHUNK: ``chunk`` as a compile-time constant, without which float64 rules would spill
+            registers; ``None`` for detect, which takes fewer registers without it.
+        BLOCK: elements of one load.
+        AHEAD: loads that are issued before the first is used.
+    """
+    if DECIDED:
+        if tl.load(coefficients) > 0:
+            return
+    program = first + tl.program_id(0)
+    if CHUNK is not None:
+        chunk = CHUNK
+    index, row, start, numel = chunk_of(table, blocks, program, chunk, COLUMNS)
+    if DECIDED:
+        inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+    streams = streams_of(row, start, DTYPES, ALIGNS)
+    if not DECIDED:
+        inverse, clip, h = numbers_before(coefficients, h_table, HAS_SCALE, N_H, COMPUTE)
+    key = tl.full((), 0, tl.int64)
+    position = tl.load(row + COLUMNS - 5) + start
+    jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
+    factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
+    scales = scales_at(row + SCALES, start, CODECS)
+    if KEYED:
+        key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
+    tensors = streams, scales, factors_at, place, key, position, jumps
+    numbers = inverse, clip, h
+
+    end = end_of(row, start, numel, chunk)
+    whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
+    totals = _zeros(TERMS, COMPUTE, BLOCK)
+    for offset in range(0, whole, AHEAD * BLOCK):
+        totals = _with_blocks(
+            totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
+            DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES, ENCODES,
+            False, BLOCK, AHEAD,
+        )  # fmt: skip
+    if DECIDED:  # at most one block is left, and a loop would take more registers
+        if whole < end:
+            totals = _with_blocks(
+                totals, tensors, numbers, whole, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
+                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES,
+                ENCODES, True, BLOCK, 1,
+            )  # fmt: skip
+    else:
+        for offset in range(whole, end, BLOCK):
+            totals = _with_blocks(
+                totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
+                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES,
+                ENCODES, True, BLOCK, 1,
+            )  # fmt: skip
+    to = parts + program
+    for i in tl.static_range(len(TERMS)):
+        if TERMS[i] == "any":
+            tl.store(flags + program, tl.max(totals[i], 0).to(tl.float32))
+        else:
+            if TERMS[i] == "largest":
+                total = tl.max(totals[i], 0)
+            else:
+                total = tl.sum(totals[i], 0)
+            if TERMS[i] == "squares":
+                total = tl.where(tl.load(row + COLUMNS - 3) != 0, total, 0.0)
+            tl.store(to, total.to(tl.float64))
+            to += n_parts
+
+
+@jit
+def _with_blocks(
+    totals, tensors, numbers, offset, end, REDUCE: tl.constexpr, TERMS: tl.constexpr,
+    WRITE: tl.constexpr, UPDATE: tl.constexpr, DRAWS: tl.constexpr, FLAGS: tl.constexpr,
+    DTYPES: tl.constexpr, COMPUTE: tl.constexpr, HAS_COPY: tl.constexpr, LOW: tl.constexpr,
+    STOCHASTIC: tl.constexpr, OF_ROWS: tl.constexpr, EVEN: tl.constexpr, CODECS: tl.constexpr,
+    DECODES: tl.constexpr, ENCODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Process ``AHEAD`` blocks, and return ``totals`` with their terms; see the kernel."""
+    streams, scales, factors_at, place, key, position, jumps = tensors
+    inverse, clip, h = numbers
+    at = offset + tl.arange(0, BLOCK)
+    live = at < end
+    N: tl.constexpr = len(DTYPES) - HAS_COPY
+    loaded = ()
+    for i in tl.static_range(AHEAD):
+        loaded = loaded + (elements_of(streams, offset + i * BLOCK, live, N, MASKED, BLOCK),)
+    for i in tl.static_range(AHEAD):
+        values = values_of(loaded[i], scales, offset, end, COMPUTE, CODECS, DECODES, MASKED, BLOCK)
+        # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
+        grad = values[0] * inverse * clip  # pyright: ignore
+        param, state = with_master(values, LOW, DTYPES)
+        state = state + load_factors(factors_at, place, at, live, OF_ROWS, EVEN, MASKED)
+        if len(TERMS) > 0:
+            terms = REDUCE(param, grad, state, h, FLAGS)  # pyright: ignore
+            totals = _with_terms(totals, terms, live, TERMS, MASKED, BLOCK)
+        if WRITE:
+            pointers = pointers_to(streams[0], offset + i * BLOCK, not MASKED, BLOCK)
+            store_if_live(pointers, rounded(grad, DTYPES[0]), live, MASKED)
+        if UPDATE is not None:
+            places = places_of(position, jumps, at)
+            if DRAWS:
+                new, states = UPDATE(param, grad, state, h, FLAGS, (places, param))  # pyright: ignore
+            else:
+                new, states = UPDATE(param, grad, state, h, FLAGS)  # pyright: ignore
+            outputs = (new,) + states
+            if HAS_COPY:
+                outputs = outputs + (new,)
+            if LOW:
+                u = uniform_of(places, key, 1)
+                top, steps = split(new, u, DTYPES[1] == tl.float16)  # pyright: ignore
+                outputs = (top,) + states + (steps,)
+            for k in tl.static_range(1, 1 + len(outputs)):
+                if len(CODECS[k]) > 0:
+                    store_codes(
+                        streams[k], outputs[k - 1], uniform_of(places, key, k), scales, offset,
+                        end, k, CODECS, ENCODES, DTYPES[k], MASKED, BLOCK,
+                    )  # fmt: skip
+                else:
+                    value = outputs[k - 1]
+                    if STOCHASTIC and k == 1:
+                        value = rounded_stochastically(value, places, key)
+                    store_if_live(streams[k] + at, rounded(value, DTYPES[k]), live, MASKED)
+    return totals
+
+
+@jit
+def _zeros(TERMS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    """The totals of no elements: a tuple of blocks."""
+    totals = ()
+    for i in tl.static_range(len(TERMS)):
+        if TERMS[i] == "squares":
+            zeros = tl.zeros((BLOCK,), tl.float64)
+        elif TERMS[i] == "sum":
+            zeros = tl.zeros((BLOCK // 4,), tl.float64)
+        elif TERMS[i] == "largest":
+            zeros = tl.zeros((BLOCK // 4,), COMPUTE)
+        elif TERMS[i] == "any":
+            zeros = tl.zeros((BLOCK,), tl.int32)
+        else:
+            zeros = tl.zeros((BLOCK // 4,), tl.int32)
+        totals = totals + (zeros,)
+    return totals
+
+
+@jit
+def _with_terms(
+    totals, terms, live, TERMS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``totals`` with the terms of ``BLOCK`` more elements."""
+    new = ()
+    for i in tl.static_range(len(TERMS)):
+        if TERMS[i] == "any":
+            total = totals[i] | terms[i]
+        elif TERMS[i] == "squares":
+            # One fused operation, since some accelerators have few float64 units. The square of a
+            # float32 is exact in float64, so fusing does not change the rounding.
+            wide = terms[i].to(tl.float64)
+            total = tl.fma(wide, wide, totals[i])
+        else:
+            # A thread reads at least four neighbours. It adds them to one total, to save registers.
+            if TERMS[i] == "largest":
+                total = tl.maximum(totals[i], tl.max(tl.reshape(terms[i], (BLOCK // 4, 4)), 1))
+            else:
+                term = terms[i].to(tl.float64 if TERMS[i] == "sum" else tl.int32)
+                if MASKED and TERMS[i] == "sum":
+                    term = tl.where(live, term, 0.0)
+                total = totals[i] + tl.sum(tl.reshape(term, (BLOCK // 4, 4)), 1)
+        new = new + (total,)
+    return new

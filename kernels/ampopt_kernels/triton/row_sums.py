@@ -1,0 +1,45 @@
+"""Sum what ``reduce`` wrote for each chunk over each row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.language import kernel, tl
+from ampopt_kernels.triton.launch import PARTS
+from ampopt_kernels.triton.table import Table
+from ampopt_kernels.work import Work
+
+__all__ = ["sum_arguments", "sum_kernel"]
+
+
+def sum_arguments(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
+    """The arguments of ``sum_kernel``, a program for each row."""
+    table = Table.of(work)
+    spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
+    sizes = {"n_parts": table.n_blocks, "N_TERMS": len(parts), "PARTS": PARTS}
+    return {"parts": parts, "spans": spans, "sums": sums, **sizes}
+
+
+@kernel
+def sum_kernel(parts, n_parts, spans, sums, N_TERMS: tl.constexpr, PARTS: tl.constexpr):
+    """Sum the terms of one row over its chunks.
+
+    ``sums[row, i] = sum(parts[i, begin:end])``. Writes ``sums`` only. One program for each row.
+
+    Args:
+        parts: float64, shape (N_TERMS, n_parts): what ``pass_kernel`` wrote.
+        n_parts: the number of programs of that pass.
+        spans: int32, shape (rows, 2): ``begin`` and ``end`` of each row in ``parts``.
+        sums: float64, shape (rows, N_TERMS), written.
+        N_TERMS: the number of terms of the rule.
+        PARTS: entries of ``parts`` that are read at a time.
+    """
+    row = tl.program_id(0)
+    begin, end = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+    for i in tl.static_range(N_TERMS):
+        total = tl.zeros((PARTS,), tl.float64)
+        for start in range(begin, end, PARTS):
+            at = start + tl.arange(0, PARTS)
+            total += tl.load(parts + i * n_parts + at, mask=at < end, other=0.0)
+        tl.store(sums + row.to(tl.int64) * N_TERMS + i, tl.sum(total, 0))
