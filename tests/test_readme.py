@@ -32,9 +32,9 @@ PRINTED = {
         "3.06 bytes, and 4 of parameter and gradient",
     ],
     "Checkpoints": ["torch.float32", "torch.int8"],
-    "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],
+    "Adam, numbers of a step": ["tensor(2.)", "[0.5000, 1.5000]"],
     "LARS, sums over a parameter": ["[3.0000, 3.5000]"],
-    "Adafactor, rows and columns": [
+    "Adafactor, rows and columns, and flags": [
         "[0.8000, 0.8000]",
         "[0.8000, 1.2000]",
         "['square'] torch.Size([2, 1])",
