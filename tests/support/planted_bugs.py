@@ -98,7 +98,7 @@ class FirstGradient(Selecting):
 
 
 @planted(
-    "adds up the flags of gradients bit by bit, so that two of them cancel",
+    "combines the flags of gradients by XOR, so that two of them cancel",
     "a_skipped_step_changes_nothing",
 )
 class FlagsThatCancel(Selecting):
@@ -142,7 +142,7 @@ class BySum(Judging):
 
 
 @planted(
-    "does not look at the scale, by which infinite gradients are a finite 0",
+    "does not test the scale; an infinite one makes gradients a finite 0",
     "a_scale_on_the_device_that_is_no_scale_skips",
 )
 class ScaleUnseen(OwnHooks):
@@ -167,7 +167,7 @@ class FlagCopied(OwnHooks):
 
 
 @planted(
-    "makes its buffer uninitialised in a step that is skipped (torch's fused SGD)",
+    "leaves its buffer uninitialised in a skipped step (torch's fused SGD)",
     "training_goes_on_as_if_skipped_steps_had_never_been",
 )
 class Uninitialised(Selecting):
@@ -219,7 +219,7 @@ class Zeroed(Selecting):
         super().one(p, torch.where(skip, 0.0, g), torch.zeros_like(skip), lr)
 
 
-@planted("draws random numbers before it knows that it skips", "a_skipped_step_changes_nothing")
+@planted("draws random numbers before it knows whether it skips", "a_skipped_step_changes_nothing")
 class DrawsFirst(Selecting):
     def one(self, p, g, skip, lr):
         torch.rand(())
@@ -251,7 +251,7 @@ class NoHooks(OwnHooks):
         return super().step_after_unscale(closure, *args, **keywords)
 
 
-@planted("fails where nothing has a gradient", "no_gradients_is_no_step")
+@planted("raises an error if no parameter has a gradient", "no_gradients_is_no_step")
 class NeedsGradients(OwnHooks):
     def unscale(self, grads_scaled_by=None):
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -291,9 +291,7 @@ class EpsilonFirst(OwnHooks):
         return super().step(closure)
 
 
-@planted(
-    "unscales twice where it is stepped in two calls (GradScaler, of a wrapper)", "split_is_joined"
-)
+@planted("unscales twice if a step is two calls (GradScaler, of a wrapper)", "split_is_joined")
 class Twice(Plain):
     def step_after_unscale(self, closure=None, *args, **keywords):
         pending = self._ampopt.phase.pending
@@ -346,7 +344,7 @@ class Lengthens(OwnHooks):
 
 
 @planted(
-    "makes a successor without the floor that it was given (jmp)",
+    "returns a next scale that has lost its floor (jmp)",
     "the_scale_follows_its_schedule_within_its_bounds",
 )
 class NoFloor(Plain):
@@ -372,7 +370,7 @@ class InAttribute(Plain):
                 p.sub_(0.125 * buffer)
 
 
-@planted("hands its copies the buffers that it has", "a_deepcopy_goes_its_own_way")
+@planted("shares its buffers with its copies", "a_deepcopy_goes_its_own_way")
 class SharedBuffers(Plain):
     def __deepcopy__(self, memo):
         other = type(self)(copy.deepcopy([dict(g) for g in self.param_groups], memo))
@@ -382,7 +380,7 @@ class SharedBuffers(Plain):
         return other
 
 
-@planted("goes by one step count for all parameters", "a_parameter_trains_as_if_alone")
+@planted("has one step count for all parameters", "a_parameter_trains_as_if_alone")
 class SharedCount(Plain):
     def update(self):
         params = [p for group in self.param_groups for p in group["params"]]
@@ -393,7 +391,9 @@ class SharedCount(Plain):
                 p.sub_(p.grad / count["count"])
 
 
-@planted("turns off ``requires_grad`` to write to parameters, and not on again", "no_scale_is_step")
+@planted(
+    "turns off ``requires_grad`` to write to parameters, and leaves it off", "no_scale_is_step"
+)
 class TurnsOffGradients(Plain):
     def update(self):
         for group in self.param_groups:
@@ -415,7 +415,7 @@ class MovesOn(Plain):
 
 
 @planted(
-    "takes what the last parameter left for the next one",
+    "lets one parameter's numbers leak into the next one's",
     "order_and_groups_of_parameters_do_not_matter",
 )
 class CarriesOver(Plain):
@@ -441,7 +441,7 @@ class Reshapes(Plain):
                     p.detach().reshape(-1).sub_(group["lr"] * p.grad.reshape(-1))
 
 
-@planted("takes the largest element, of which an empty parameter has none", "no_scale_is_step")
+@planted("takes the largest element, which an empty parameter lacks", "no_scale_is_step")
 class NeedsElements(Plain):
     def update(self):
         for group in self.param_groups:
@@ -487,7 +487,7 @@ def _squares(p, g, state, h, flags):
     return p - h[0] * g, (mean,)
 
 
-@planted("writes ``g ** 2`` in a rule, which no GPU takes", "its_rule_compiles_for_gpus")
+@planted("writes ``g ** 2`` in a rule, which no GPU backend compiles", "its_rule_compiles_for_gpus")
 class Squares(ampopt.ElementwiseOptimizer):
     rule = Rule(update=_squares, hyper=("lr",), state=(State("mean"),))
 
@@ -525,7 +525,7 @@ class Unscaled(Coded):
 
 
 @planted(
-    "advances the random numbers of its rounding in a step that is skipped",
+    "advances the random numbers of its rounding in a skipped step",
     "a_skipped_step_changes_nothing",
 )
 class DrawsAnyway(Coded):
@@ -543,7 +543,7 @@ class DrawsAnyway(Coded):
 
 
 @planted(
-    "keeps an unscale that ``zero_grad`` was to discard", "zero_grad_discards_what_was_unscaled"
+    "keeps an unscale that ``zero_grad`` should discard", "zero_grad_discards_what_was_unscaled"
 )
 class KeepsPending(Plain):
     def zero_grad(self, set_to_none=True):
@@ -579,7 +579,8 @@ class KeepsRate(Decayed):
 
 
 @planted(
-    "takes the learning rate of the first group for all", "each_group_has_its_own_learning_rate"
+    "uses the learning rate of the first group for all groups",
+    "each_group_has_its_own_learning_rate",
 )
 class FirstRate(Decayed):
     def lr_of(self, group):
@@ -620,7 +621,7 @@ class Looks(Selecting):
 
 
 @planted(
-    "runs a closure behind the check, once (GradScaler, with a closure by position)",
+    "evaluates a closure after the check, and only once (GradScaler, with a closure by position)",
     "a_replay_is_a_start_with_the_smaller_scale",
 )
 class ClosureUnchecked(OwnHooks):
@@ -649,7 +650,7 @@ class WithoutGradients(Plain):
 
 
 @planted(
-    "steps with the gradients of its last closure where it is called without one",
+    "without a closure, steps with the gradients of the last one",
     "a_closure_is_gradients_and_a_step",
 )
 class KeepsGradients(Plain):
@@ -668,7 +669,7 @@ class KeepsGradients(Plain):
 
 
 @planted(
-    "moves parameters before the closure, and leaves them there when it fails (SAM)",
+    "moves parameters before the closure, and leaves them there if it fails (SAM)",
     "a_failed_closure_changes_nothing",
 )
 class Perturbs(Plain):
@@ -740,7 +741,7 @@ class KeepsGroups(Plain):
                     p.sub_(group["lr"] * buffer)
 
 
-@planted("takes no scale for the last one", "any_sequence_of_calls", **FEW)
+@planted("uses the scale of the last step if it gets none", "any_sequence_of_calls", **FEW)
 class LastScale(OwnHooks):
     def unscale_and_step(self, closure=None, grads_scaled_by=None, **keywords):
         if closure is not None:
@@ -752,9 +753,7 @@ class LastScale(OwnHooks):
         return result._replace(scale=None)
 
 
-@planted(
-    "steps with what it unscaled, whatever was done to it since", "any_sequence_of_calls", **FEW
-)
+@planted("ignores edits of gradients that it has unscaled", "any_sequence_of_calls", **FEW)
 class Unedited(Plain):
     def unscale(self, grads_scaled_by=None):
         result = super().unscale(grads_scaled_by)
@@ -797,7 +796,7 @@ class AddsUpScaled(Plain):
 
 
 @planted(
-    "moves parameters in a second call, whatever the gradients",
+    "moves parameters in a second call, even after an overflow",
     "any_sequence_of_calls",
     **FEW,
     calls=("look_ahead",),
@@ -818,7 +817,7 @@ class MovesOnAnything(OwnHooks):
 
 
 @planted(
-    "steps in the mode to evaluate in",
+    "steps in evaluation mode",
     "any_sequence_of_calls",
     **FEW,
     modes=("train", "eval"),
@@ -834,7 +833,7 @@ class StepsInAnyMode(Plain):
 
 
 @planted(
-    "keeps its mode where a checkpoint has it not",
+    "keeps its mode although a checkpoint has another",
     "any_sequence_of_calls",
     **FEW,
     modes=("train", "eval"),
@@ -849,7 +848,7 @@ class KeepsMode(StepsInAnyMode):
 
 
 @planted(
-    "moves its parameters again where it is switched to the mode that it is in",
+    "moves its parameters again when switched to the mode that it is in",
     "any_sequence_of_calls",
     **FEW,
     modes=("train", "eval"),
@@ -873,7 +872,7 @@ class SwitchesAgain(KeepsMode):
 
 
 @planted(
-    "goes by the learning rate that it was made with where that of a group is a tensor",
+    "uses its first learning rate if that of a group is a tensor",
     "any_sequence_of_calls",
     **FEW,
     tensor_learning_rates=True,
@@ -884,7 +883,7 @@ class TakesNumbers(Decayed):
 
 
 @planted(
-    "forgets ``max_norm`` where there is a scale",
+    "ignores ``max_norm`` under a scale",
     "any_sequence_of_calls_is_near_float64",
     **FEW,
     reference=lambda self, params: Decayed(params),
