@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.all_reduce import Agreement, flag_all_reduce
-from ampopt._step.overflow import check_and_unscale, check_and_unscale_params, device_of
+from ampopt._step.all_reduce import Agreement
+from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
 from ampopt.optimizer import Optimizer
@@ -135,41 +135,13 @@ def _end_cycles(
     """
     strategies = [optimizer._ampopt for optimizer in optimizers]
     decision = accumulated_step.end_cycles(strategies, request, agreement, device)
+    if decision is None:
+        return None
+    # `accumulate` named parameters by the groups of their own optimizer; number them by the groups
+    # of all optimizers, as an optimizer without sums does.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    with_grads = gradients.params_with_grads(groups)
-    if decision is not None:
-        # `accumulate` named parameters by the groups of their own optimizer; number them by the
-        # groups of all optimizers, as an optimizer without sums does.
-        owners = {owner.key: owner for _, _, owner in with_grads}
-        decision = replace(
-            decision, reports=tuple(_with_owners(p, owners) for p in decision.reports)
-        )
-    if request.max_norm is None:
-        return decision
-    norm_request = Request(
-        check=False,
-        found_inf=None if decision is None else decision.found_inf,
-        drop=request.drop,
-        max_norm=request.max_norm,
-        measure=request.measure,  # measure here, because the steps get clipped gradients
-    )
-    uploads = strategies[0].accumulation.uploads["norm"]
-    norm_decision = check_and_unscale_params(
-        with_grads,
-        norm_request,
-        flag_all_reduce(agreement, norm_request, len(with_grads)),
-        device,
-        write=False,
-        uploads=uploads,
-    )
-    if decision is None or norm_decision is None:
-        return norm_decision
-    return replace(
-        decision,
-        coefficients=norm_decision.coefficients,
-        norm=norm_decision.norm,
-        reports=(*decision.reports, *norm_decision.reports),
-    )
+    owners = {owner.key: owner for _, _, owner in gradients.params_with_grads(groups)}
+    return replace(decision, reports=tuple(_with_owners(p, owners) for p in decision.reports))
 
 
 def _with_owners(part: Any, owners: dict[int, Owner]) -> Any:

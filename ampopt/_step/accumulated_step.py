@@ -20,6 +20,7 @@ from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.step import run
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
@@ -42,7 +43,8 @@ def end_cycles(
         strategies: the strategy of each optimizer, at least one with an open cycle.
         request: the request of the step. Without a scale nothing is checked, unless a cycle
             ``is_checked``. Its skip conditions (``causes``) are evaluated on the sums; such a skip
-            leaves the scale as it is, while an overflow lowers it.
+            leaves the scale as it is, while an overflow lowers it. With ``max_norm``, the norm of
+            all sums is computed; one optimizer alone does so in its step.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         decision_device: the device on which the decision is made.
 
@@ -58,8 +60,7 @@ def end_cycles(
     reads_wide = [not ours.needs_torch() for ours in strategies]
     groups = [group for each in sums for group in each.groups]
     refuse_sparse(groups)
-    uploads, causes, loss = sums[0].uploads, request.causes, request.loss
-    # The step measures the norm of the sums, and the skip conditions are evaluated below.
+    uploads, whole = sums[0].uploads, request
     request = replace(
         request, max_norm=None, write=False, apply=False, measure=False, causes=(), loss=None
     )
@@ -73,20 +74,41 @@ def end_cycles(
         )
     for each, wide in zip(sums, reads_wide, strict=True):
         each.swap_in_sums(wide=wide)
-    if decision is None or overflow is None or not causes:
+    causes = () if decision is None else whole.causes
+    if not causes and whole.max_norm is None:
         return decision
     with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
-    causes_request = Request(found_inf=decision.found_inf, causes=causes, loss=loss)
-    causes_decision: Any = check_and_unscale_params(
+    sums_request = Request(
+        check=bool(causes),
+        found_inf=None if decision is None else decision.found_inf,
+        drop=request.drop,
+        causes=causes,
+        loss=whole.loss,
+        max_norm=whole.max_norm,
+        measure=whole.measure and whole.max_norm is not None,  # else the step does, unclipped
+    )
+    of_sums = check_and_unscale_params(
         with_grads,
-        causes_request,
-        flag_all_reduce(agreement, causes_request, len(with_grads), ControlPoint.CAUSES_OF_CYCLE),
+        sums_request,
+        flag_all_reduce(agreement, sums_request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
         decision_device,
         write=False,
-        uploads=uploads["causes"],
+        uploads=uploads["sums"],
     )
-    decision = decision.with_schedule_where((causes_decision.cause == 0) | (overflow > 0), request)
-    return replace(decision, found_inf=causes_decision.found_inf, cause=causes_decision.cause)
+    if decision is None or overflow is None or of_sums is None:
+        return of_sums
+    if of_sums.cause is not None:
+        decision = decision.with_schedule_where((of_sums.cause == 0) | (overflow > 0), request)
+        decision = replace(decision, found_inf=of_sums.found_inf, cause=of_sums.cause)
+    if whole.max_norm is not None:
+        measured = tuple(r for r in of_sums.reports if isinstance(r, GradientReport))
+        decision = replace(
+            decision,
+            coefficients=of_sums.coefficients,
+            norm=of_sums.norm,
+            reports=(*decision.reports, *measured),
+        )
+    return decision
 
 
 def _decide_cycles(

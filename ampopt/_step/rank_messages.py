@@ -43,7 +43,7 @@ class ControlPoint(enum.IntEnum):
     MICRO_BATCH = 3
     LAST_MICRO_BATCH = 4
     CYCLE = 5
-    CAUSES_OF_CYCLE = 6
+    SUMS_OF_CYCLE = 6
     CLOSURE = 7
     FLAG = 8
 
@@ -341,7 +341,7 @@ _CALLS = {
     ControlPoint.MICRO_BATCH: 'accumulate(drop="micro_batch")',
     ControlPoint.LAST_MICRO_BATCH: 'the step after accumulate(drop="micro_batch")',
     ControlPoint.CYCLE: "the step after accumulate",
-    ControlPoint.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
+    ControlPoint.SUMS_OF_CYCLE: "the step after accumulate, with skip_when or max_norm",
     ControlPoint.CLOSURE: "a step with a closure",
     ControlPoint.FLAG: "a scaler's step after unscale_",
 }

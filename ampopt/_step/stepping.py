@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -192,7 +193,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     def attempt_with_sums(self, request: Request) -> StepOutcome:
         """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches."""
         self.check_gradients()
-        decision = self._end_cycle(request)
+        decision = self._end_cycle(replace(request, max_norm=None))  # the step clips
         found_inf = None if decision is None else decision.found_inf
         step = Request(
             check=False,
