@@ -51,8 +51,7 @@ def step_with_closure(
     *,
     max_norm: float | None,
     write: bool,
-    max_replays: int,
-    preserve_rng: bool,
+    **of_replays: Any,
 ) -> StepResult:
     """``Optimizer.unscale_and_step`` with a closure, which leaves scaled gradients.
 
@@ -62,8 +61,7 @@ def step_with_closure(
         first_scale: the loss scale of the first evaluation, as the user passed it.
         max_norm: the norm to which gradients are clipped; ``None`` for no clipping.
         write: whether ``p.grad`` is unscaled in place.
-        max_replays: the number of times that an evaluation may be repeated.
-        preserve_rng: whether replays start from the random state of the first evaluation.
+        of_replays: see :func:`_step_with_replays`.
 
     Returns:
         The loss of the last evaluation, whether it overflowed, and the next scale.
@@ -75,7 +73,7 @@ def step_with_closure(
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
         loss = closure(now)
-        if ours.accumulation.cycle is not None:
+        if ours.phase.cycle is not None:
             raise RuntimeError(
                 "the closure of unscale_and_step called accumulate, which a replay cannot undo: "
                 "let the backward passes add gradients up in p.grad, all under the scale that the "
@@ -103,18 +101,11 @@ def step_with_closure(
         return loss, verdict
 
     agreement = ours.agreement() if checks else None
-    return _step_with_replays(
-        optimizer, closure, evaluate, first_scale, agreement, max_replays, preserve_rng
-    )
+    return _step_with_replays(optimizer, closure, evaluate, first_scale, agreement, **of_replays)
 
 
 def step_with_unscaling_closure(
-    optimizer: Any,
-    closure: Callable[[Any], Any],
-    first_scale: Any,
-    *,
-    max_replays: int,
-    preserve_rng: bool,
+    optimizer: Any, closure: Callable[[Any], Any], first_scale: Any, **of_replays: Any
 ) -> StepResult:
     """``Optimizer.step_after_unscale`` with a closure, which calls ``unscale`` itself.
 
@@ -122,8 +113,7 @@ def step_with_unscaling_closure(
         optimizer: the optimizer to step, with no unscale pending.
         closure: ``closure(scale) -> (loss, *optimizer.unscale(scale))``.
         first_scale: the loss scale of the first evaluation, as the user passed it.
-        max_replays: the number of times that an evaluation may be repeated.
-        preserve_rng: whether replays start from the random state of the first evaluation.
+        of_replays: see :func:`_step_with_replays`.
 
     Returns:
         The loss of the last evaluation, whether it overflowed, and the next scale.
@@ -162,9 +152,7 @@ def step_with_unscaling_closure(
         _check_verdict(*result[1:])
         return result[0], lambda: (*result[1:], decision)
 
-    return _step_with_replays(
-        optimizer, closure, evaluate, first_scale, agreement, max_replays, preserve_rng
-    )
+    return _step_with_replays(optimizer, closure, evaluate, first_scale, agreement, **of_replays)
 
 
 def _step_with_replays(
@@ -173,6 +161,7 @@ def _step_with_replays(
     evaluate: Callable[[Any], tuple[Any, Verdict]],
     first_scale: Any,
     agreement: Agreement | None,
+    *,
     max_replays: int,
     preserve_rng: bool,
 ) -> StepResult:

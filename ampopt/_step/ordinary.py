@@ -126,7 +126,7 @@ class OrdinaryStep(StepStrategy):
         """
         if self._decision is not None:
             return None
-        if self.accumulation.cycle is not None:
+        if self.phase.cycle is not None:
             self.step_with_sums(has_closure=has_closure)
         pending = self.phase.pending
         if has_closure and pending is not None:

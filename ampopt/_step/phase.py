@@ -10,8 +10,9 @@ An optimizer is in one of three phases::
                      v
                   pending
 
-*Accumulating* means that sums of gradients wait for a step, *pending* that gradients are unscaled
-and no step has used them yet. Every step, and ``zero_grad``, returns to *idle*.
+*Accumulating* means that sums of gradients wait for a step (:attr:`Phase.cycle`), *pending* that
+gradients are unscaled and no step has used them yet (:attr:`Phase.pending`). Every step, and
+``zero_grad``, returns to *idle*.
 """
 
 import weakref
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.accumulation import Accumulation
+from ampopt._step.accumulation import Accumulation, AccumulationCycle
 from ampopt._step.masters import Masters
 from ampopt.loss_scale.base import AnyScale
 from ampopt_kernels.decision import Decision, Request
@@ -74,24 +75,25 @@ class Pending:
 
 
 class Phase:
-    """The phase of one optimizer, and the scales that it has stepped with.
-
-    Attributes:
-        accumulation: the sums of gradients. *Accumulating*: its ``cycle`` is not ``None``.
-    """
+    """The phase of one optimizer, and the scales that it has stepped with."""
 
     def __init__(self, accumulation: Accumulation, masters: Masters) -> None:
         """Start *idle*.
 
         Args:
-            accumulation: see the class.
+            accumulation: the sums of gradients, of which a step uses those of the open cycle.
             masters: the master weights, which have the unscaled gradients while one is pending.
         """
-        self.accumulation, self._masters = accumulation, masters
+        self._accumulation, self._masters = accumulation, masters
         self._pending: Pending | None = None
         self._stepped_with: set[weakref.ref[Any]] = set()  # generations of scales
 
-    # --- pending ----------------------------------------------------------------------------------
+    # --- which phase ------------------------------------------------------------------------------
+
+    @property
+    def cycle(self) -> AccumulationCycle | None:
+        """The micro-batches whose sums wait for a step; else ``None``."""
+        return self._accumulation.cycle
 
     @property
     def pending(self) -> Pending | None:
@@ -128,8 +130,8 @@ class Phase:
 
     def end(self) -> None:
         """A step has used the unscaled gradients, or the sums."""
-        if self.accumulation.swapped_in:
-            self.accumulation.restore_gradients()
+        if self._accumulation.swapped_in:
+            self._accumulation.restore_gradients()
         if (pending := self._pending) is not None:
             self.mark_stepped(pending.scale, pending.next_scale)
             self._pending = None
@@ -137,14 +139,14 @@ class Phase:
     def discard(self) -> None:
         """Drop the unscaled gradients and the sums, as ``zero_grad`` does."""
         self._pending = None
-        self.accumulation.discard()
+        self._accumulation.discard()
         self._masters.drop_gradients()
 
     def _drop(self) -> None:
         """Forget an unscale whose gradients are gone, and what it has put on masters."""
         self._pending = None
         self._masters.drop_gradients()
-        self.accumulation.restore_gradients(keep_present=True)
+        self._accumulation.restore_gradients(keep_present=True)
 
     # --- what is allowed now ----------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Phase:
     def refuse_unfinished(self, call: str) -> None:
         """Raise, naming ``call``, if an unscale is pending or sums wait."""
         self.refuse_pending(call)
-        if self.accumulation.cycle is not None:
+        if self.cycle is not None:
             raise RuntimeError(
                 f"{call}: accumulate() was called, and no step has used the sums yet. Call "
                 "unscale_and_step() first, or zero_grad() to discard them"
