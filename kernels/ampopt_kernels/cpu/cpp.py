@@ -12,6 +12,7 @@ Python's functions.
 """
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +127,8 @@ def source_of(kind: Kind) -> str:
         jumps=places.NUMBERS * kind.jumps,
         worth_threads=WORTH_THREADS,
     )
-    parts = [loops.PREAMBLE, head]
-    parts += [loops.SPREAD] * bool(kind.rule.averages_for(kind.flags))
+    preamble = Path(__file__).with_name("preamble.h").read_text(encoding="utf-8")
+    parts = [preamble, head]
     parts += [random_numbers.CPP] * kind.placed + [places.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 

@@ -32,4 +32,4 @@ DTYPES = {
     torch.float32: CDtype("float", "", "", torch.int32, 0x7F800000),
     torch.float64: CDtype("double", "", "", torch.int64, 0x7FF0000000000000),
 }
-"""The dtypes that rules support. ``numbers.cpp`` knows them by their index here."""
+"""The dtypes that rules support. ``gradients.cpp`` knows them by their index here."""

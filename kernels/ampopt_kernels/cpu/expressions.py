@@ -49,7 +49,7 @@ class Program:
         Args:
             tensors: the indices of the tensors to prefetch.
             statements: further statements that run for each block of elements.
-            fetches: whether to prefetch on every processor; see ``loops.PREAMBLE``.
+            fetches: whether to prefetch on every processor; see ``preamble.h``.
         """
         always = ", true" * fetches
         fetched = (f"fetch<BLOCK>(t{i} + block{always});" for i in tensors)
@@ -355,7 +355,7 @@ def _as_float32(x: Any) -> Any:
 
 
 def _of_float32(name: str) -> Callable[[Any], Any]:
-    """A function of ``loops.PREAMBLE`` that takes and returns float32."""
+    """A function of ``preamble.h`` that takes and returns float32."""
 
     def function(x: Any) -> Any:
         if not isinstance(x, Expression):
