@@ -28,8 +28,8 @@ class StepResult(NamedTuple):
     """The result of a step: three values, one more than :class:`Unscaled`.
 
     Attributes:
-        loss: what the closure returned. Without a closure, what an ordinary ``step()`` returned,
-            usually ``None``.
+        loss: the loss that the closure returned; without a closure, the result of an ordinary
+            ``step()``, usually ``None``.
         found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
             after unscaling, or if :class:`ampopt.skip_when` skipped the step.
         scale: the loss scale to use next.

@@ -164,7 +164,7 @@ class LossScale(AnyScale):
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace value, counters and settings by those saved; the scale stays on its device.
+        """Replace value, counters and settings by saved ones; the scale stays on its device.
 
         The state may also come from a ``GradScaler``, of torch or of ampopt. A dynamic scale then
         continues where the scaler stopped. Settings that torch's scaler lacks, such as

@@ -143,7 +143,7 @@ class DynamicLossScale(LossScale):
     def like(cls, name: str, **overrides: Any) -> "DynamicLossScale":
         """A scale with the settings and the counting of another system.
 
-        First growth and period are those of the system, at its defaults and with overrides::
+        First growth and period are the system's, at its defaults and with overrides::
 
             name          init   N     first, period  hysteresis        floor   ceiling
             torch         2**16  2000  N, N           1                 -       -

@@ -31,8 +31,8 @@ _torchs_step: Any = beneath_hooks(torch.optim.Muon.step)
 class Muon(Optimizer, torch.optim.Muon):
     """``torch.optim.Muon`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are those of torch, and so is ``step``: it orthogonalizes
-    whole matrices in bfloat16, which no elementwise rule can. Neither the step nor the inherited
+    Constructor, defaults, results and ``step`` are torch's: the step orthogonalizes whole matrices
+    in bfloat16, which no elementwise rule can. Neither the step nor the inherited
     methods synchronize, unless a closure is passed.
 
     On ``DTensor`` parameters, results are those of one process that has the whole matrices: each

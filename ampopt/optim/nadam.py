@@ -17,7 +17,7 @@ __all__ = ["NAdam"]
 class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
     """``torch.optim.NAdam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are those of torch. ``unscale``, ``unscale_and_step`` and
+    Constructor, defaults and results are torch's. ``unscale``, ``unscale_and_step`` and
     ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`.
 
     Example:

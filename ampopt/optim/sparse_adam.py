@@ -34,7 +34,7 @@ def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
 class SparseAdam(Optimizer, torch.optim.SparseAdam):
     """``torch.optim.SparseAdam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are those of torch. ``state_dict()`` has the step count as a
+    Constructor, defaults and results are torch's. ``state_dict()`` has the step count as a
     Python number, as torch's has, and synchronizes to read it.
 
     Args:

@@ -14,7 +14,7 @@ __all__ = ["ZeroRedundancyOptimizer"]
 class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyOptimizer):
     """torch's ``ZeroRedundancyOptimizer`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are those of torch. Every rank of ``process_group`` has all
+    Constructor, defaults and results are torch's. Every rank of ``process_group`` has all
     gradients, as ``DistributedDataParallel`` leaves them, and all ranks step or skip together; so
     every rank has to make the same calls. Gradients are unscaled in place. Each step synchronizes
     to read the overflow flag, unless the wrapped optimizer skips by itself, as ampopt's do, and

@@ -73,8 +73,7 @@ class Codec:
         State("exp_avg", codec=EVEN)
 
     Both functions are elementwise, on float32 blocks, in the language of ``ampopt_kernels.Rule``.
-    The first step refuses functions that do not keep to what is said here, before it changes
-    anything.
+    The first step refuses functions that break these rules, before it changes anything.
 
     Attributes:
         encode: ``encode(x, u) -> code``. ``x`` is an element divided by the scale of its block,

@@ -114,8 +114,8 @@ class Rule:
             ``state`` are the states of one value for each element, and ``h`` is that of ``reduce``,
             or of ``update`` in a rule without ``reduce``. Costs one more read of the tensors for
             each term.
-        averages_over: what there is one mean for: ``"rows"`` or ``"columns"`` for each term of
-            ``averages``. If omitted, there is a term for each state that has a ``shape``.
+        averages_over: what each term of ``averages`` is averaged over: ``"rows"`` or ``"columns"``.
+            If omitted, there is a term for each state that has a ``shape``.
         averages_when: the flags under which there are means, as ``when`` of a state: parameters of
             less than two dimensions have no rows. Without ``averages_over``, there are means where
             there are states.

@@ -39,7 +39,7 @@ class State:
         positive: whether no value is ever below 0, as in an average of squares. With the option
             ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
             ``codecs.SIGNED``, or as ``codecs.BFLOAT16`` beside a state in full precision.
-        codec: what to use in place of these two.
+        codec: the codec for ``state_bits=8``, in place of these.
         full: whether the state is kept in full precision whatever ``state_bits`` is; or the flag
             under which it is. States with ``init="param"``, a ``shape`` or a ``dtype`` always are.
             Set it for copies and means of the parameter, and where two states must agree to more
