@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ampopt.options import STATE_BITS
 from ampopt.testing.bits import assert_same, bits
-from ampopt.testing.blueprints import Blueprint, set_gradients
+from ampopt.testing.blueprints import Blueprint
 
 __all__ = ["Beside", "Double", "Plain", "add_group", "set_learning_rate"]
 
@@ -62,10 +62,27 @@ class Beside:
 class Plain:
     """An optimizer with parameters of its own that is stepped by plain ``step()`` only."""
 
-    def __init__(self, make: Any, params: Iterable[Parameter]) -> None:
-        """Call ``make(params)``, which returns the optimizer."""
-        self.params = list(params)
+    def __init__(
+        self, make: Any, params: Iterable[Blueprint], dtype: torch.dtype | None = None
+    ) -> None:
+        """Call ``make(params)``, which returns the optimizer.
+
+        Args:
+            make: function from parameters to the optimizer.
+            params: blueprints of the parameters.
+            dtype: dtype of the parameters; ``None`` for their own.
+        """
+        self._dtype = dtype
+        self.params = [self._parameter(p) for p in params]
         self.optimizer = make(list(self.params))
+
+    def _parameter(self, param: Blueprint) -> Parameter:
+        return Parameter(param.tensor().to(self._dtype or param.dtype))
+
+    def set_gradients(self, gradients: Iterable[Blueprint | None]) -> None:
+        """Set gradients, rounded to their own dtype and then converted to the parameters'."""
+        for p, grad in zip(self.params, gradients, strict=True):
+            p.grad = None if grad is None else grad.tensor().to(p.dtype)
 
     def step(self, max_norm: float | None) -> None:
         """Step with the gradients in ``p.grad``, clipped to a global norm if given."""
@@ -76,20 +93,17 @@ class Plain:
     def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
         """Call the optimizer's method ``name``, after setting ``gradients`` if given."""
         if gradients is not None:
-            set_gradients(self.params, gradients)
-            for p in self.params:
-                if p.grad is not None:
-                    p.grad = p.grad.to(p.dtype)
+            self.set_gradients(gradients)
         getattr(self.optimizer, name)()
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all groups."""
         set_learning_rate(self.optimizer, lr)
 
-    def add(self, param: Parameter, lr: float) -> None:
+    def add(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
-        self.params.append(param)
-        add_group(self.optimizer, param, lr)
+        self.params.append(self._parameter(param))
+        add_group(self.optimizer, self.params[-1], lr)
 
 
 class Double:
@@ -97,12 +111,8 @@ class Double:
 
     def __init__(self, make: Any, params: Sequence[Blueprint]) -> None:
         """Call ``make`` with fresh parameters built from ``params``."""
-        self.plain = Plain(make, (p.parameter() for p in params))
-        self.set_learning_rate = self.plain.set_learning_rate
-
-    def add(self, param: Blueprint, lr: float) -> None:
-        """Add a parameter in a group of its own, with learning rate ``lr``."""
-        self.plain.add(param.parameter(), lr)
+        self.plain = Plain(make, params)
+        self.set_learning_rate, self.add = self.plain.set_learning_rate, self.plain.add
 
     def step(
         self,
@@ -119,7 +129,7 @@ class Double:
             before: torch's random state before the tested step.
             after: torch's random state after it.
         """
-        set_gradients(self.plain.params, gradients)
+        self.plain.set_gradients(gradients)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(before)
             self.plain.step(max_norm)

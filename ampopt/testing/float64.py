@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ampopt.testing.beside import Plain
 from ampopt.testing.bits import element_at
-from ampopt.testing.blueprints import Blueprint, set_gradients
+from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.rounding import Rounding
 
 __all__ = ["Float64"]
@@ -45,8 +45,7 @@ class Float64:
         """
         self.limits = torch.finfo(dtype)
         self.model, *self.rounded_models = (
-            Plain(reference, (in_float64(p.parameter()) for p in params))
-            for _ in range(1 + _ROUNDED)
+            Plain(reference, params, torch.float64) for _ in range(1 + _ROUNDED)
         )
         self.modes = [Rounding(_ERROR * self.limits.eps, seed) for seed in range(_ROUNDED)]
         self.distances = [p.detach().abs() for p in self.model.params]
@@ -71,20 +70,18 @@ class Float64:
     def add(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
         for plain in (self.model, *self.rounded_models):
-            plain.add(in_float64(param.parameter()), lr)
+            plain.add(param, lr)
         self.distances.append(self.model.params[-1].detach().abs())
         self.spread.append(torch.zeros_like(self.distances[-1]))
 
     def step(
         self, gradients: Sequence[Blueprint | None], max_norm: float | None, *_: Tensor
     ) -> None:
-        """Step with ``gradients``, rounded to their own dtype and then converted to float64."""
+        """Step with ``gradients``."""
         old = [p.detach().clone() for p in self.model.params]
         with torch.random.fork_rng(devices=[]):
             for plain in (self.model, *self.rounded_models):
-                set_gradients(plain.params, [None] * len(gradients))
-                for p, grad in zip(plain.params, gradients, strict=True):
-                    p.grad = None if grad is None else grad.tensor().double()
+                plain.set_gradients(gradients)
             self.model.step(max_norm)
             for plain, mode in zip(self.rounded_models, self.modes, strict=True):
                 # The dispatch mode does not see inside a compiled step, so disturb its inputs.
@@ -126,8 +123,3 @@ class Float64:
                     f"{model[at].item()}: off by {off[at].item():.3g}, where rounding explains "
                     f"{tolerance[at].item():.3g}{of}"
                 )
-
-
-def in_float64(param: Parameter) -> Parameter:
-    """Return the parameter converted to float64."""
-    return Parameter(param.detach().double())

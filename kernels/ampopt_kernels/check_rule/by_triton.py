@@ -191,12 +191,12 @@ def _refused(function: Function, error: Any) -> ValueError:
     while hasattr(errors[-1].__cause__, "node"):  # from the caller to the called function
         errors.append(errors[-1].__cause__)
     message = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
-    line = None
-    for fn in function.authored:
-        lines, first = inspect.getsourcelines(fn)
-        source = textwrap.dedent("".join(lines))
-        for e in errors:  # the last one is in the innermost function
-            if source.endswith(e.src) and hasattr(e.node, "lineno"):  # Triton cuts decorators off
+    line, authored = None, [(fn, *inspect.getsourcelines(fn)) for fn in function.authored]
+    for e in errors:  # the last one is of the innermost function
+        for fn, lines, first in authored:
+            # The source of an error begins with the "def" of its function.
+            source = textwrap.dedent("".join(lines))
+            if e.src and source.endswith(e.src) and hasattr(e.node, "lineno"):
                 number = first + len(lines) - len(e.src.splitlines()) + e.node.lineno - 1
                 line = FrameSummary(fn.__code__.co_filename, number, fn.__name__)
     return function.refused(f"it cannot be compiled for a GPU: {_plain(message)}", line)

@@ -64,7 +64,7 @@ class Function:
             instead: a sentence in place of the advice for ``message``.
         """
         line = line or self._definition
-        code = str(line.line).partition("#")[0].strip()
+        code = (line.line or "").partition("#")[0].strip()
         where = f"{line.filename}:{line.lineno}, in {line.name}: `{code}`"
         if instead is None:
             instead = advice(message, code)
