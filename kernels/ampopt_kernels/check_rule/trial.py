@@ -39,7 +39,18 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     with no_dispatch():
         for function in functions.values():
             by_source.check(function)
-        _run(rule, flags, n_hyper, functions)
+        passed, without = (
+            _passed_on(rule, each, n_hyper, functions) for each in (flags, (False,) * len(flags))
+        )
+        for name, values in passed.items():
+            if len(values) != len(without[name]):
+                raise functions[name].returned(
+                    f"{len(values)} numbers {_under(rule, flags)}, and {len(without[name])} "
+                    "without flags: return as many whatever the flags are"
+                )
+        before_means = "before_reduce" if rule.reduces else "scalars"
+        _check_averages(rule, flags, passed[before_means], functions)
+        _check_update(rule, flags, passed["scalars"], functions["update"])
         _check_codecs(rule, functions)
         known_to_compile = rule.update.fn.__module__.startswith("ampopt_kernels.rules.")
         if not known_to_compile or own_codecs(rule):
@@ -96,21 +107,30 @@ class _Given(tuple[Any, ...]):
             raise IndexError(f"the rule {self.declared}, but reads {read}") from None
 
 
-def _run(
+def _under(rule: Rule, flags: tuple[bool, ...]) -> str:
+    """The flags by name, in words."""
+    return f"under flags {dict(zip(rule.flags, flags, strict=True))}"
+
+
+def _given_flags(rule: Rule, flags: tuple[bool, ...]) -> _Given:
+    """The argument ``flags``."""
+    return _Given("flags", flags, f"declares {len(flags)}, flags={rule.flags}")
+
+
+def _given_states(rule: Rule, flags: tuple[bool, ...], names: Sequence[str]) -> _Given:
+    """The argument ``state``, with a block for each of ``names``."""
+    declared = f"declares {len(names)}, state={[*names]} {_under(rule, flags)}"
+    return _Given("state", (_block(),) * len(names), declared)
+
+
+def _passed_on(
     rule: Rule, flags: tuple[bool, ...], n_hyper: int, functions: Mapping[str, Function]
-) -> None:
-    """Run all functions of a rule but those of codecs; see :func:`try_out`."""
-    under = f"under flags {dict(zip(rule.flags, flags, strict=True))}"
+) -> dict[str, _Given]:
+    """What ``before_reduce``, ``reduce`` and ``scalars`` pass on to the functions after them."""
     scalars = [part.name for part in rule.scalar_state]
-    states, inputs = [part.name for part in rule.state_for(flags)], list(rule.inputs_for(flags))
-    of_flags = _Given("flags", flags, f"declares {len(flags)}, flags={rule.flags}")
     s = _numbers("s", len(scalars), f"declares {len(scalars)}, scalar_state={scalars}")
     h = _numbers("h", n_hyper, f"declares {n_hyper}, hyper={rule.hyper}")
-    elementwise, state = (
-        _Given("state", (_block(),) * len(x), f"declares {len(x)}, state={x} {under}")
-        for x in (states, inputs)
-    )
-    widths: list[tuple[Function, str, int, str]] = []
+    of_flags, sums = _given_flags(rule, flags), _numbers("sums", 0, "")
 
     def h_after(function: Function, *arguments: _Given) -> _Given:
         new_s, new_h = function.pair(_call(function, *arguments), "two tuples, as (s, h)")
@@ -119,39 +139,45 @@ def _run(
         declared = f"gets {len(new_h)} numbers, the h that {function.name} returns"
         return _numbers("h", len(new_h), declared)
 
-    sums: tuple[_Given, ...] = ()
+    if rule.before_reduce is not keep_all:
+        h = h_after(functions["before_reduce"], s, h, of_flags)
+    of_reduce = h
     if rule.reduces:
-        if rule.before_reduce is not keep_all:
-            h = h_after(functions["before_reduce"], s, h, of_flags)
-        widths.append((functions["before_reduce"], "h", len(h), "reduce"))
+        state = _given_states(rule, flags, rule.inputs_for(flags))
         n = _count_terms(functions["reduce"], _block(), _block(), state, h, of_flags)
-        widths.append((functions["reduce"], "terms", n, "terms"))
-        declared = f"gets {n} sums, one for each term of reduce"
-        sums = (_numbers("sums", n, declared), _numbers("totals", n, declared))
-    h_of_averages = h
+        sums = _numbers("sums", n, f"gets {n} sums, one for each term of reduce")
     if rule.scalars is not keep:
-        h = h_after(functions["scalars"], *(s, h, of_flags, *sums)[: rule.scalars_arguments])
-    widths.append((functions["scalars"], "h", len(h), "update"))
-    if over := rule.averages_for(flags):
-        function, own_h = functions["averages"], h_of_averages if rule.reduces else h
-        n = _count_terms(function, _block(), _block(), elementwise, own_h, of_flags)
-        if n != len(over):
-            raise function.returned(
-                f"{n} terms, which are averaged over {over}: return one for each of averages_over, "
-                "or else for each state that has a shape, in their order"
-            )
-        if rule.factors is not None:
-            factors.check(rule, flags, len(own_h), function.owner)
-    for function, what, n, name in widths:
-        if n != (without_flags := getattr(rule.widths(n_hyper), name)):
-            raise function.returned(
-                f"{n} numbers as {what} {under}, and {without_flags} without flags: return as many "
-                "whatever the flags are"
-            )
-    function, at = functions["update"], (Program(torch.float32),) * rule.draws
-    result = _call(function, _block(), _block(), state, h, of_flags, *at)
+        arguments = (s, h, of_flags, sums, sums)[: rule.scalars_arguments]
+        h = h_after(functions["scalars"], *arguments)
+    return {"before_reduce": of_reduce, "reduce": sums, "scalars": h}
+
+
+def _check_averages(
+    rule: Rule, flags: tuple[bool, ...], h: _Given, functions: Mapping[str, Function]
+) -> None:
+    """Run ``averages`` and ``factors``, if there are means under ``flags``."""
+    if not (over := rule.averages_for(flags)):
+        return
+    function, of_flags = functions["averages"], _given_flags(rule, flags)
+    state = _given_states(rule, flags, [part.name for part in rule.state_for(flags)])
+    n = _count_terms(function, _block(), _block(), state, h, of_flags)
+    if n != len(over):
+        raise function.returned(
+            f"{n} terms, which are averaged over {over}: return one for each of averages_over, or "
+            "else for each state that has a shape, in their order"
+        )
+    if rule.factors is not None:
+        factors.check(rule, flags, len(h), function.owner)
+
+
+def _check_update(rule: Rule, flags: tuple[bool, ...], h: _Given, function: Function) -> None:
+    """Run ``update``, the ``function``."""
+    states = [part.name for part in rule.state_for(flags)]
+    state = _given_states(rule, flags, rule.inputs_for(flags))
+    at = (Program(torch.float32),) * rule.draws
+    result = _call(function, _block(), _block(), state, h, _given_flags(rule, flags), *at)
     p, new = function.pair(result, f"the new p and a tuple of {len(states)} states, {states}")
-    _check_states(function, new, states, f"states {under}")
+    _check_states(function, new, states, f"states {_under(rule, flags)}")
     _check_blocks(function, {"p": p, **dict(zip(states, new, strict=True))})
 
 

@@ -521,6 +521,25 @@ def test_a_sum_that_reduce_does_not_return_is_refused():
     assert_refused(rule, "scalars of", message)
 
 
+@jit
+def sums_the_state(p, g, state, h, flags):
+    return (state[0] * g,)
+
+
+def test_a_reduce_that_fails_without_flags_is_refused_under_others_too():
+    """How many terms there are is counted without flags."""
+    state = (State("average", when="extra"),)
+    rule = Rule(update=one_state, reduce=sums_the_state, scalars=keeps_sums, hyper=HYPER,
+                state=state, flags=("extra",))  # fmt: skip
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = optimizer_of(rule)([param])
+    optimizer.param_groups[0]["extra"] = True
+    with pytest.raises(ValueError, match=r"reduce of .* under flags .'extra': False.*state\[0\]"):
+        optimizer.step()
+    assert not optimizer.state and param.eq(1).all()
+
+
 def test_a_state_that_begins_with_an_entry_no_group_has_is_refused():
     rule = Rule(update=one_state, hyper=HYPER, state=(State("average", init="gradient"),))
     param = Parameter(torch.ones(3))
