@@ -288,33 +288,24 @@ class RuleStep(StepStrategy):
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients stay scaled, unless torch's own step follows."""
         if self.needs_torch():
-            decision = self.unscale(request)
-            self.step_request = Request(
-                check=False, found_inf=_skip_flag(decision), earlier_decision=decision
+            decision, step = self.unscale(request), Request(check=False)
+        else:
+            check_request = replace(self.observers.extend(request), max_norm=None)
+            with_grads = gradients.params_with_grads(self.optimizer.param_groups)
+            decision = check_and_unscale_params(
+                with_grads,
+                check_request,
+                flag_all_reduce(self.agreement(), check_request, len(with_grads)),
+                self.decision_device,
+                write=False,
+                uploads=self.uploads,
             )
-            return decision
-        check_request = replace(self.observers.extend(request), max_norm=None)
-        with_grads = gradients.params_with_grads(self.optimizer.param_groups)
-        decision = check_and_unscale_params(
-            with_grads,
-            check_request,
-            flag_all_reduce(self.agreement(), check_request, len(with_grads)),
-            self.decision_device,
-            write=False,
-            uploads=self.uploads,
-        )
-        if decision is None:
-            self.note_norm(request, None)
-            return None
-        # The step that follows unscales and clips when it reads the gradients.
-        self.step_request = Request(
-            scale=request.scale,
-            check=False,
-            found_inf=_skip_flag(decision),
-            max_norm=request.max_norm,
-            write=request.write,
-            earlier_decision=decision,
-        )
+            # The step that follows unscales and clips when it reads the gradients.
+            scale, max_norm, write = request.scale, request.max_norm, request.write
+            step = Request(scale=scale, check=False, max_norm=max_norm, write=write)
+        # An overflow is evaluated again; only a `skip_when` skips the step.
+        skip = None if decision is None else decision.cause
+        self.step_request = replace(step, found_inf=skip, earlier_decision=decision)
         return decision
 
     def check_gradients(self) -> None:
@@ -332,8 +323,3 @@ class RuleStep(StepStrategy):
     def decision_of_step(self) -> Decision | None:
         """See :class:`StepStrategy`."""
         return self.runner.decision
-
-
-def _skip_flag(decision: Decision | None) -> Tensor | None:
-    """A flag that is more than 0 if a ``skip_when``, and not an overflow, skips the step."""
-    return None if decision is None else decision.cause
