@@ -7,7 +7,7 @@ in every optimizer.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,84 +67,83 @@ def end_cycles(
     if any(each.cycle is not None and each.cycle.is_checked for each in sums):
         request = replace(request, check=True)
     cycles = [each.close(request, agreement) for each in sums]
-    decision = overflow = None
-    if request.check:
-        decision, overflow = _decide_cycles(
-            cycles, request, agreement, decision_device, uploads["decide"]
-        )
+    flags = _flags_of(cycles, request, agreement, decision_device) if request.check else None
     for each, wide in zip(sums, reads_wide, strict=True):
         each.swap_in_sums(wide=wide)
-    causes = () if decision is None else whole.causes
-    if not causes and whole.max_norm is None:
-        return decision
-    with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
-    sums_request = Request(
-        check=bool(causes),
-        found_inf=None if decision is None else decision.found_inf,
-        drop=request.drop,
-        causes=causes,
+    request = replace(
+        request,
+        unscaled=True,
+        check=flags is not None and bool(whole.causes),
+        causes=() if flags is None else whole.causes,
         loss=whole.loss,
         max_norm=whole.max_norm,
         measure=whole.measure and whole.max_norm is not None,  # else the step does, unclipped
     )
-    of_sums = check_and_unscale_params(
-        with_grads,
-        sums_request,
-        flag_all_reduce(agreement, sums_request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
-        decision_device,
-        write=False,
-        uploads=uploads["sums"],
-    )
-    if decision is None or overflow is None or of_sums is None:
-        return of_sums
-    if of_sums.cause is not None:
-        decision = decision.with_schedule_where((of_sums.cause == 0) | (overflow > 0), request)
-        decision = replace(decision, found_inf=of_sums.found_inf, cause=of_sums.cause)
-    if whole.max_norm is not None:
-        measured = tuple(r for r in of_sums.reports if isinstance(r, GradientReport))
-        decision = replace(
-            decision,
-            coefficients=of_sums.coefficients,
-            norm=of_sums.norm,
-            reports=(*decision.reports, *measured),
+    if flags is None:
+        request = replace(request, scale=None, policy=None, counters=None)
+    else:
+        request = replace(request, found_inf=flags.skip, scheduled_by=flags.overflow)
+    decision: Any = None
+    if request.causes or request.max_norm is not None:
+        with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
+        decision = check_and_unscale_params(
+            with_grads,
+            request,
+            flag_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
+            decision_device,
+            write=False,
+            uploads=uploads["decide"],
         )
-    return decision
+    elif flags is not None:
+        constants = uploads["decide"].setdefault(decision_device, Uploads())
+        decision = run(backend_for, [Work(decision_device, [], uploads=constants)], request)
+    if decision is None or flags is None:
+        return decision
+    if flags.ranks is not None:
+        decision = decision.with_schedule_where(flags.ranks > 0, request)
+    if whole.max_norm is None:
+        return replace(decision, norm=None, reports=flags.reports)
+    measured = tuple(r for r in decision.reports if isinstance(r, GradientReport))
+    return replace(decision, reports=(*flags.reports, *measured))
 
 
-def _decide_cycles(
+class _CycleFlags(NamedTuple):
+    """What the micro-batches of all cycles found, on all ranks.
+
+    Attributes:
+        skip: more than 0 to skip the step.
+        overflow: more than 0 if a micro-batch overflowed, after which the scale is lowered. With
+            ``drop="micro_batch"`` the step may be applied nevertheless.
+        reports: the records that tell which parameters, and ranks, overflowed.
+        ranks: how many ranks have sums: 0-d; ``None`` on one rank.
+    """
+
+    skip: Tensor
+    overflow: Tensor | None
+    reports: tuple[Any, ...]
+    ranks: Tensor | None
+
+
+def _flags_of(
     cycles: list[AccumulationCycle],
     request: Request,
     agreement: Agreement | None,
     decision_device: torch.device,
-    uploads: dict[torch.device, Uploads],
-) -> tuple[Decision | None, Tensor | None]:
-    """The decision on all cycles, and the overflow flag from which the next scale is computed.
-
-    Both flags are all-reduced together. A cycle with ``drop="micro_batch"`` may step although a
-    micro-batch has overflowed. Both are ``None`` if no rank has gradients to decide on.
-    """
+) -> _CycleFlags | None:
+    """The flags of all cycles, all-reduced together; ``None`` if there are no sums on one rank."""
     overflow = _any_of([cycle.flag for cycle in cycles], decision_device)
     skip = _any_of([cycle.skip for cycle in cycles], decision_device)
-    reports: list[Any] = [part for cycle in cycles for part in cycle.reports]
+    reports = tuple(part for cycle in cycles for part in cycle.reports)
     present = any(cycle.params for cycle in cycles)
     all_reduce = flag_all_reduce(agreement, request, present, ControlPoint.CYCLE)
-    if all_reduce is not None:
-        no_skip = torch.zeros((), dtype=torch.float32, device=decision_device)
-        skips = (no_skip if skip is None else skip).reshape(1)
-        partials = all_reduce(Partials([], squares=skips), overflow, decision_device)
-        overflow = partials.flags_on(decision_device).amax()
-        assert partials.squares is not None
-        skip = partials.squares.clamp(max=1.0)
-        reports += partials.reports
-    elif not present:
-        return None, None
-    assert skip is not None
-    work = Work(decision_device, [], uploads=uploads.setdefault(decision_device, Uploads()))
-    decision = run(backend_for, [work], replace(request, found_inf=overflow, check=False))
-    if all_reduce is not None:
-        decision = decision.with_schedule_where(all_reduce.ranks > 0, request)
-    skip = skip.reshape(()).to(decision.found_inf.dtype)
-    return replace(decision, found_inf=skip, reports=tuple(reports)), decision.found_inf
+    if all_reduce is None:
+        return None if skip is None or not present else _CycleFlags(skip, overflow, reports, None)
+    no_skip = torch.zeros((), dtype=torch.float32, device=decision_device)
+    skips = (no_skip if skip is None else skip).reshape(1)
+    partials = all_reduce(Partials([], squares=skips), overflow, decision_device)
+    assert partials.squares is not None
+    skip, overflow = partials.squares.clamp(max=1.0), partials.flags_on(decision_device)
+    return _CycleFlags(skip, overflow, (*reports, *partials.reports), all_reduce.ranks)
 
 
 def _any_of(flags: Sequence[Tensor | None], decision_device: torch.device) -> Tensor | None:

@@ -83,6 +83,7 @@ def decide(
     growth,
     budget,
     schedule,
+    scheduled_by,
     norm,
     max_norm,
     loss,
@@ -106,6 +107,8 @@ def decide(
         growth: a counter of the schedule; see :func:`next_scale`.
         budget: a counter of the schedule.
         schedule: the constants of the schedule, a tuple.
+        scheduled_by: the overflow flag that the schedule follows, where it is not that of this
+            step: after ``accumulate``, a micro-batch may overflow and the step be applied.
         norm: the global norm of the unscaled gradients.
         max_norm: the norm to clip to; infinity clips nothing.
         loss: the loss of the step.
@@ -151,12 +154,17 @@ def decide(
 
     next_values = ()
     if schedule is not None:
-        next_values = next_scale(scale, growth, budget, overflow, schedule)
+        if scheduled_by is None:
+            overflowed = overflow
+        else:
+            overflowed = scheduled_by
+        next_values = next_scale(scale, growth, budget, overflowed, schedule)
         if len(checks) > 0:  # a skip for another cause neither grows nor lowers the scale
+            stays = (cause > 0) & (overflowed <= 0)
             next_values = (
-                tl.where(cause > 0, scale, next_values[0]),
-                tl.where(cause > 0, growth, next_values[1]),
-                tl.where(cause > 0, budget, next_values[2]),
+                tl.where(stays, scale, next_values[0]),
+                tl.where(stays, growth, next_values[1]),
+                tl.where(stays, budget, next_values[2]),
             )
     skip = found_inf
     if not DROP:

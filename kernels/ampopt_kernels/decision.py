@@ -36,7 +36,10 @@ class Request:
     Attributes:
         scale: the loss scale that gradients are multiplied by: one element, of a floating-point
             dtype; ``None`` for 1.
+        unscaled: whether the gradients have been divided by ``scale`` before: sums of
+            ``accumulate``. Then ``scale`` is only what ``policy`` continues.
         policy: the schedule that computes the next scale; ``None`` for a scale that stays.
+        scheduled_by: see :func:`~ampopt_kernels.decide.decide`: one element.
         counters: the schedule's growth count and hysteresis budget: int32, shape (2,). Required
             with ``policy``.
         check: whether to test gradients for inf/NaN. If not, ``found_inf`` alone decides.
@@ -67,6 +70,8 @@ class Request:
     scale: Tensor | None = None
     policy: PolicyConstants | None = None
     counters: Tensor | None = None
+    unscaled: bool = False
+    scheduled_by: Tensor | None = None
     check: bool = True
     found_inf: Tensor | None = None
     drop: bool = True
@@ -86,6 +91,11 @@ class Request:
         """The checks of all causes, with their statistics on ``device``."""
         causes = self.causes if self.check else ()
         return [check for cause in causes for check in cause.checks(device)]
+
+    @property
+    def grad_scale(self) -> Tensor | None:
+        """:attr:`scale`, if the gradients are still multiplied by it; else ``None``."""
+        return None if self.unscaled else self.scale
 
     @property
     def needs_agreement(self) -> bool:

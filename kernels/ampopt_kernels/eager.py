@@ -99,7 +99,8 @@ class Eager(Backend):
         """See :meth:`Backend.detect`. There is one flag for each row that has elements."""
         if request.accumulate:
             return accumulate_gradients(work, request, host_sees=self.host_sees)
-        inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
+        scale = request.grad_scale
+        inverse = 1.0 if scale is None else reciprocal(widened(scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         for place, row, grad in work.present_rows():
             if not grad.numel():

@@ -103,7 +103,7 @@ class Backend(ABC):
         scale = None if request.scale is None else read(request.scale)
         unscales = self.unscales_in_update(request)
         inverse: Any = 1.0  # if detect has stored the gradients unscaled
-        if scale is not None and (unscales or not request.write):
+        if request.grad_scale is not None and (unscales or not request.write):
             inverse = reciprocal(scale)
         growth = budget = None
         if request.counters is not None:
@@ -115,6 +115,7 @@ class Backend(ABC):
             wide_norm = partials.squares.sum().sqrt()
             norm = wide_norm.to(torch.float64 if work.float64 else torch.float32)
             wide_norm = read(wide_norm)
+        scheduled_by = None if request.scheduled_by is None else read(request.scheduled_by)
         loss = None if request.loss is None else read(request.loss)
         checks, inputs = [], []  # of the skip conditions
         if request.causes:
@@ -122,7 +123,7 @@ class Backend(ABC):
             inputs = [_read(check, on_host) for check in checks]
         decides = _decide if checks or not on_host else _decide_on_numbers
         found_inf, skip, clip, cause, scheduled, statistics = decides(
-            *(flag, external, scale, growth, budget, request.policy),
+            *(flag, external, scale, growth, budget, request.policy, scheduled_by),
             *(wide_norm, request.max_norm, loss, inputs),
             *(request.check, request.drop),
         )
@@ -260,8 +261,8 @@ def run(
 
 
 def _on(device: torch.device, request: Request) -> Request:
-    """``request`` with scale, ``found_inf`` and loss copied to ``device``."""
-    for name in ("scale", "found_inf", "loss"):
+    """``request`` with scale, flags and loss copied to ``device``."""
+    for name in ("scale", "found_inf", "scheduled_by", "loss"):
         tensor = getattr(request, name)
         if tensor is not None and tensor.device != device:
             request = replace(request, **{name: to_device(tensor, device)})

@@ -29,6 +29,8 @@ CHECKS = st.builds(
     limit=st.sampled_from([-1.0, 1.0, 2.0]),
     deviations=st.sampled_from([0.5, 2.0]),
     warmup=st.sampled_from([2.0, 3.0, INF]),
+    both_sides=st.just(0.0),
+    window=st.none(),
     statistics=st.sampled_from([None, (0.0, 0.0, 0.0), (1.0, 1.5, 0.0), (2.0, 1.5, 0.5)]),
 )
 
@@ -89,14 +91,16 @@ def expected(checks: Any, norm: float, loss: float, overflow: bool) -> Any:
     loss=VALUES,
     external=st.sampled_from([None, 0.0, 1.0]),
     drop=st.booleans(),
+    scheduled_by=st.sampled_from([None, 0.0, 1.0]),
 )
-@example([Check(2.0, 1.0, limit=2.0)], 2.0, 0.0, None, True)
-@example([Check(2.0, 1.0, limit=1.0), Check(3.0, 0.0, limit=1.0)], 2.0, 2.0, None, True)
-@example([Check(3.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, NAN, None, True)  # type: ignore[arg-type]
-@example([Check(3.0, 0.0, -1.0, 2.0, 3.0, statistics=(1.0, 1.5, 0.0))], 0.0, INF, None, True)  # type: ignore[arg-type]
-@example([Check(2.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, 1.0, None, True)  # type: ignore[arg-type]
+@example([Check(2.0, 1.0, limit=2.0)], 2.0, 0.0, None, True, None)
+@example([Check(2.0, 1.0, limit=1.0)], 2.0, 0.0, None, True, 1.0)  # type: ignore[arg-type]
+@example([Check(2.0, 1.0, limit=1.0), Check(3.0, 0.0, limit=1.0)], 2.0, 2.0, None, True, None)
+@example([Check(3.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, NAN, None, True, None)  # type: ignore[arg-type]
+@example([Check(3.0, 0.0, -1.0, 2.0, 3.0, statistics=(1.0, 1.5, 0.0))], 0.0, INF, None, True, None)  # type: ignore[arg-type]
+@example([Check(2.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, 1.0, None, True, None)  # type: ignore[arg-type]
 def test_finds_the_first_cause_and_updates_the_statistics(
-    engine, checks, norm, loss, external, drop
+    engine, checks, norm, loss, external, drop, scheduled_by
 ):
     norm = math.sqrt(norm * norm)
     cause, after = expected(checks, norm, loss, external == 1.0)
@@ -111,15 +115,19 @@ def test_finds_the_first_cause_and_updates_the_statistics(
     flag = None if external is None else torch.full((1,), external)
     scale, counters = torch.full((), 8.0), torch.tensor([2, 1], dtype=torch.int32)
     schedule = {"scale": scale, "policy": POLICY, "counters": counters}
+    if scheduled_by is not None:
+        schedule["scheduled_by"] = torch.full((1,), scheduled_by)
     decision = decide(engine, checks, norm, loss, found_inf=flag, drop=drop, **schedule)
     assert decision.cause is not None
     assert (decision.cause.item(), decision.cause.shape) == (cause, ())
     assert (decision.found_inf > 0).item() == (external == 1.0 or cause > 0)
     assert (decision.skip > 0).item() == (drop and bool(decision.found_inf > 0))
-    # The step after two finite ones grows the scale; one that is skipped for a check is not heard.
+    # The step after two finite ones grows the scale; one that is skipped for a check is not heard,
+    # unless the flag that the schedule follows is another one, and set.
     assert decision.scale is not None
     assert decision.counters is not None
-    heard = (8.0, 2, 1) if cause else (4.0, 0, 0) if external == 1.0 else (16.0, 1, 1)
+    overflow = external == 1.0 if scheduled_by is None else scheduled_by == 1.0
+    heard = (4.0, 0, 0) if overflow else (8.0, 2, 1) if cause else (16.0, 1, 1)
     assert (decision.scale.item(), *decision.counters.tolist()) == heard
     for check, numbers in zip(checks, after, strict=True):
         if check.statistics is not None:

@@ -84,7 +84,8 @@ class Compiled(Backend):
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
         if request.accumulate:
             return accumulate_gradients(work, request, host_sees=True)
-        inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
+        scale = request.grad_scale
+        inverse = 1.0 if scale is None else reciprocal(scale.item())
         table, n, flags, squares = Table.of(work), len(work.rows), bytearray(len(work.rows)), None
         measures = None
         if request.measure:

@@ -70,12 +70,13 @@ class Triton(Backend):
         if not self._compiles:
             return
         table = Table.of(work)
-        tensors = (request.scale, request.found_inf, request.loss)
+        tensors = (request.scale, request.found_inf, request.scheduled_by, request.loss)
         statistics = (check.statistics for check in request.checks(work.device))
         kind = (
             *(work.device, decides, table.columns, work.float64),
             *((group.like.kind, group.align) for group in table.launches),
-            *(request.accumulate, request.write, request.measure, request.max_norm is None),
+            *(request.accumulate, request.write, request.unscaled, request.measure),
+            request.max_norm is None,
             *(request.check, request.drop, request.policy is None, request.agree is None),
             *(None if tensor is None else tensor.dtype for tensor in tensors),
             tuple(None if tensor is None else tensor.numel() for tensor in statistics),
@@ -106,7 +107,7 @@ class Triton(Backend):
         else:
             norm = request.max_norm is not None
             of = detect(norm=norm, measure=request.measure, writes=request.write)
-            found = self._run(work, of, request.scale, None, flags)
+            found = self._run(work, of, request.grad_scale, None, flags)
             squares, measures = found[0] if norm else None, found if request.measure else None
         report = GradientReport(flags, table.row_of_block, work.owners, measures)
         return Partials(flags, squares, (report,))

@@ -74,6 +74,7 @@ def control_arguments(
         "external": pointer(request.found_inf),
         "scale": pointer(request.scale),
         "constants": pointer(constants),
+        "scheduled_by": pointer(request.scheduled_by),
         "counters": pointer(request.counters),
         "max_norm": pointer(max_norm),
         "loss": pointer(request.loss),
@@ -97,7 +98,8 @@ def control_arguments(
         "HAS_EXTERNAL": request.found_inf is not None,
         "HAS_SCALE": request.scale is not None,
         "HAS_POLICY": decision.scale is not None,
-        "UNSCALED": request.write,
+        "FOLLOWS": request.scheduled_by is not None,
+        "UNSCALED": request.write or request.unscaled,
         "NORM": decision.norm is not None,
         "HAS_LOSS": request.loss is not None,
         "STATISTICS": tuple(
@@ -129,6 +131,7 @@ def control_kernel(
     external,
     scale,
     constants,
+    scheduled_by,
     counters,
     max_norm,
     loss,
@@ -151,6 +154,7 @@ def control_kernel(
     HAS_EXTERNAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_POLICY: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_LOSS: tl.constexpr,
@@ -188,6 +192,7 @@ def control_kernel(
             ``HAS_EXTERNAL``.
         scale: one element, the loss scale; read if ``HAS_SCALE``.
         constants: float64, shape (10,): ``policy.PolicyConstants``; read if ``HAS_POLICY``.
+        scheduled_by: one element, the overflow flag that the schedule follows; read if ``FOLLOWS``.
         counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.
         max_norm: float64, one element, the norm to clip to; read if ``NORM``.
         loss: one element, the loss of the step; read if ``HAS_LOSS``.
@@ -215,7 +220,8 @@ def control_kernel(
         HAS_EXTERNAL: whether ``external`` is passed.
         HAS_SCALE: whether the gradients were multiplied by a loss scale.
         HAS_POLICY: whether the next scale is computed.
-        UNSCALED: whether detect has stored unscaled gradients.
+        FOLLOWS: whether ``scheduled_by`` is passed.
+        UNSCALED: whether the gradients are unscaled by now.
         NORM: whether to compute the norm and the clip coefficient.
         HAS_LOSS: whether ``loss`` is passed.
         STATISTICS: for each check how many statistics it has, 0 for none.
@@ -238,10 +244,10 @@ def control_kernel(
     """
     if DECIDE:
         skip = _decide(
-            flags, squares, n_parts, external, scale, constants, counters, max_norm, loss,
-            settings, statistics, found_out, coefficients, norm_out, scale_out, counters_out,
-            cause_out, CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, UNSCALED, NORM, HAS_LOSS,
-            STATISTICS, DROP, PARTS,
+            flags, squares, n_parts, external, scale, constants, scheduled_by, counters, max_norm,
+            loss, settings, statistics, found_out, coefficients, norm_out, scale_out, counters_out,
+            cause_out, CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, FOLLOWS, UNSCALED, NORM,
+            HAS_LOSS, STATISTICS, DROP, PARTS,
         )  # fmt: skip
     else:
         skip = tl.load(coefficients)
@@ -269,6 +275,7 @@ def _decide(
     external,
     scale,
     constants,
+    scheduled_by,
     counters,
     max_norm,
     loss,
@@ -284,6 +291,7 @@ def _decide(
     HAS_EXTERNAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_POLICY: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_LOSS: tl.constexpr,
@@ -326,6 +334,7 @@ def _decide(
         growth,
         budget,
         schedule,
+        _load_if(scheduled_by, FOLLOWS),
         norm,
         limit,
         _load_if(loss, HAS_LOSS),

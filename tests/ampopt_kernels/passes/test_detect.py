@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.kernel_rows import (
     BLOCK,
     CHUNK,
+    CPU,
     DTYPES,
     ENGINES,
     NOT_FINITE,
@@ -21,6 +22,7 @@ from support.kernel_rows import (
 )
 
 from ampopt_kernels.decision import Request
+from ampopt_kernels.work import ParamRow, Work
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 
@@ -119,6 +121,15 @@ def test_squares_add_up_to_the_norm(engine, write, plan, scale):
     norm = math.sqrt(float(partials.squares.sum()))
     # Elements are rounded once, where they are unscaled.
     assert norm == pytest.approx(expected, rel=1e-6, abs=1e-37)
+
+
+@each_engine
+def test_gradients_that_are_unscaled_already_are_not_divided(engine):
+    work = Work(CPU, [ParamRow(torch.float32)], [torch.full((3,), 2.0)])
+    of_sums = request(4.0, max_norm=1.0, unscaled=True, apply=False)
+    partials = ENGINES[engine]().detect(work, of_sums)
+    assert partials.squares.tolist() == pytest.approx([12.0])
+    assert ENGINES[engine]().control(work, of_sums, partials).inverse == 1.0
 
 
 @each_engine
