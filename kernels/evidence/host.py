@@ -92,7 +92,7 @@ def _no_launches(tensors: int) -> Iterator[None]:
 def _have_object_loops() -> None:
     """Compile the C++ loops over Python objects now, and wait for them."""
     objects.loops.want()
-    objects.loops.get(wait=True)
+    objects.loops.load()
 
 
 def _nothing(*_: Any, **__: Any) -> None:

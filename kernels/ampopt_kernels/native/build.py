@@ -1,7 +1,6 @@
-"""Compiles C++ in a background process and keeps the libraries on disk for later programs.
+"""Compiles C++, and keeps the libraries on disk for later programs.
 
-The folder, and the conditions for loading a file from it, are in ``cache``. Python's lock is held
-only while the process starts, so training continues at full speed.
+The folder, and the conditions for loading a file from it, are in ``cache``.
 """
 
 import atexit
@@ -17,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,7 +42,6 @@ _own_group: dict[str, Any] = (
 _start_in_group: Any = functools.partial(subprocess.Popen, **_own_group)
 
 _OUTPUT = "library.so"
-_BESIDE, _LOWEST = 5, 19  # niceness: after this program; after all programs
 
 
 def cpp_command() -> list[str] | None:
@@ -84,17 +81,12 @@ def cpp_compiler() -> str | None:
 class Library:
     """C++ source with the shared library that it is compiled to."""
 
-    def __init__(
-        self, source: str, options: tuple[str, ...] = (), *, can_wait: bool = False
-    ) -> None:
+    def __init__(self, source: str, options: tuple[str, ...] = ()) -> None:
         """Store the source; compiles nothing yet.
 
         Args:
             source: C++ with ``extern "C"`` functions.
             options: compiler options in addition to those of every library.
-            can_wait: whether :meth:`start` gives the compiler only idle processor time. Where
-                torch has a thread on every core, a compiler that takes its share of a core makes
-                all of them wait.
 
         Raises:
             FileNotFoundError: there is no C++ compiler.
@@ -106,56 +98,27 @@ class Library:
         speed = [x for start, x in _SPEED.items() if not any(w.startswith(start) for w in words)]
         self._command = [*words, *speed, *_OPTIONS, "-", *options]
         self._key = repr((source, self._command, _identity(words)))
-        self._source, self._can_wait = source, can_wait
-        self._lock = threading.Lock()
-        self._loaded: ctypes.CDLL | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_by = 0
-        self._there = False
+        self._source = source
 
     @functools.cached_property
     def _path(self) -> Path:
         """The file of the library: its name is a digest of source, command and machine."""
         return cache.place().folder / f"{hashlib.sha256(self._key.encode()).hexdigest()[:32]}.so"
 
-    @property
-    def _claim(self) -> Path:
-        """The file that says that a process compiles this library."""
-        return self._path.with_suffix(".claim")
-
-    def start(self) -> None:
-        """Start the compiler in the background.
-
-        Does nothing if the library exists or another process compiles it.
-
-        Raises:
-            OSError: the compiler cannot be started.
-            CacheError: there is no folder for the library.
-        """
-        # A fork of the program has inherited ``_process``, but cannot wait for it.
-        if not self._is_there() and self._started_by != os.getpid():
-            with cache.as_cache_errors(self._path.parent):
-                if not cache.claim(self._claim):
-                    return
-            self._start(_LOWEST if self._can_wait else _BESIDE)
-
-    def ready(self) -> bool:
-        """Return whether :meth:`load` would return without waiting for a compiler.
+    def is_compiled(self) -> bool:
+        """Return whether the library is on disk, so that :meth:`load` need not compile it.
 
         Raises:
             CacheError: there is no folder for the library.
         """
-        process = self._process
-        if self._there or process is None or self._started_by != os.getpid():
-            return self._is_there()
-        if process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.utime(self._claim)
-            return False
-        return True
+        with cache.as_cache_errors(self._path.parent):
+            return cache.is_whole(self._path)
 
-    def load(self) -> ctypes.CDLL:
-        """Compile the library if necessary, wait for the compiler, and load the library.
+    def load(self, niceness: int = 0) -> ctypes.CDLL:
+        """Compile the library if necessary, and load it. Two threads may do so at once.
+
+        Args:
+            niceness: that of the compiler, where the system permits it.
 
         Raises:
             OSError: the compiler cannot be started.
@@ -163,108 +126,65 @@ class Library:
                 cannot be loaded.
             CacheError: there is no folder for the library.
         """
-        with self._lock:
-            if self._loaded is not None:
-                return self._loaded
-            process = self._process if self._started_by == os.getpid() else None
-            if process is not None and self._can_wait and process.poll() is None:
-                self._give_up()  # it may take minutes with idle time alone: start another
-                process = None
-            # Do not wait for another process that compiles the same: it may be suspended.
-            if process is None and not self._is_there():
-                process = self._start()
-            if process is not None:
-                self._finish(process)
-            try:
-                self._loaded = ctypes.CDLL(str(self._path))
-            except OSError as error:
-                raise RuntimeError(
-                    f"the compiled library cannot be loaded: {error}. If programs may not run from "
-                    "there (a file system mounted noexec), set XDG_CACHE_HOME to another folder"
-                ) from error
-            return self._loaded
-
-    def _is_there(self) -> bool:
-        """Whether the library is on disk, whole."""
-        with cache.as_cache_errors(self._path.parent):
-            self._there = self._there or cache.is_whole(self._path)
-        return self._there
-
-    def _start(self, niceness: int = 0) -> "subprocess.Popen[bytes]":
-        """Start the compiler in a folder of its own, at ``niceness`` if the system permits."""
-        with cache.as_cache_errors(self._path.parent):
-            self._work = cache.work_folder(self._path)
+        if not self.is_compiled():
+            self._compile(niceness)
         try:
-            self._process = process = self._started()
-        except BaseException:
-            self._clean_up()
-            raise
-        self._started_by = os.getpid()
-        if niceness and hasattr(os, "setpriority"):
-            with contextlib.suppress(
-                OSError
-            ):  # not permitted: the compiler keeps a normal share of time
-                os.setpriority(os.PRIO_PGRP, process.pid, niceness)
-        atexit.register(self._give_up)
-        return process
+            return ctypes.CDLL(str(self._path))
+        except OSError as error:
+            raise RuntimeError(
+                f"the compiled library cannot be loaded: {error}. If programs may not run from "
+                "there (a file system mounted noexec), set XDG_CACHE_HOME to another folder"
+            ) from error
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        """The process of the compiler, which reads the source from its standard input."""
-        with contextlib.ExitStack() as stack:
-            with cache.as_cache_errors(self._path.parent):
-                source = stack.enter_context(_unnamed_file(self._work))
-                source.write(self._source.encode())
-                source.seek(0)
-                self._output = _unnamed_file(self._work)
-            return _start_in_group(
-                [*self._command, "-o", str(self._work / _OUTPUT)],
-                stdin=source,
-                stdout=subprocess.DEVNULL,
-                stderr=self._output,
-                env={**os.environ, "TMPDIR": str(self._work), "LC_ALL": "C"},
-            )
-
-    def _finish(self, process: "subprocess.Popen[bytes]") -> None:
-        """Wait for the compiler, and move its output into the cache.
-
-        Raises:
-            RuntimeError: the compiler failed.
-            CacheError: the output cannot be kept.
-        """
+    def _compile(self, niceness: int) -> None:
+        """Compile the library in a folder of its own, and move it into the cache."""
         folder = self._path.parent
-        status = process.wait()
-        self._started_by = 0  # after a failure, the next call tries again
-        atexit.unregister(self._give_up)
+        with cache.as_cache_errors(folder):
+            work = cache.work_folder(self._path)
         try:
-            with self._output as output:
-                output.seek(0)
-                lines = output.read().decode(errors="replace").splitlines()
+            status, lines = self._run_compiler(work, niceness)
             if status:
                 if full := cache.full_disk(folder, lines):
                     raise full
                 why = next((line for line in lines if "error" in line), f"exit status {status}")
                 raise RuntimeError(f"the compiler failed: {why}")
             with cache.as_cache_errors(folder):
-                cache.keep(self._work / _OUTPUT, self._path)
-                self._there = True
+                cache.keep(work / _OUTPUT, self._path)
                 cache.sweep(folder)
         finally:
-            self._clean_up()
+            shutil.rmtree(work, ignore_errors=True)
 
-    def _give_up(self) -> None:
-        """End the compiler and remove its files; in a fork of the program, do nothing."""
-        assert self._process is not None
-        if self._started_by == os.getpid():
-            if self._process.poll() is None:
-                _end(self._process)
-            self._process.wait()
-            self._output.close()
-            self._clean_up()
+    def _run_compiler(self, work: Path, niceness: int) -> tuple[int, list[str]]:
+        """Run the compiler in the folder ``work``; its exit status, and the lines that it prints.
 
-    def _clean_up(self) -> None:
-        """Remove the compiler's folder and the claim."""
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._claim.unlink(missing_ok=True)
+        If the program ends meanwhile, it ends the compiler, too, and removes the folder.
+        """
+        with contextlib.ExitStack() as stack:
+            with cache.as_cache_errors(work.parent):
+                source, output = (stack.enter_context(_unnamed_file(work)) for _ in range(2))
+                source.write(self._source.encode())
+                source.seek(0)
+            process = _start_in_group(
+                [*self._command, "-o", str(work / _OUTPUT)],
+                stdin=source,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**os.environ, "TMPDIR": str(work), "LC_ALL": "C"},
+            )
+            abandon = functools.partial(_abandon, process, work, os.getpid())
+            atexit.register(abandon)
+            try:
+                if niceness and hasattr(os, "setpriority"):
+                    with contextlib.suppress(OSError):  # not permitted, or it has ended
+                        os.setpriority(os.PRIO_PGRP, process.pid, niceness)
+                status = process.wait()
+            except BaseException:
+                abandon()
+                raise
+            finally:
+                atexit.unregister(abandon)
+            output.seek(0)
+            return status, output.read().decode(errors="replace").splitlines()
 
 
 def _unnamed_file(folder: Path) -> IO[bytes]:
@@ -277,12 +197,23 @@ def _unnamed_file(folder: Path) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=folder)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a compiler with the processes that it has started, which would continue without it."""
-    if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGTERM)
-    else:
-        process.terminate()
+def _abandon(process: "subprocess.Popen[bytes]", work: Path, owner: int) -> None:
+    """End a compiler, with the processes that it has started, and remove its folder.
+
+    Args:
+        process: the compiler.
+        work: its folder.
+        owner: the process that has started it. A fork of that process does nothing.
+    """
+    if os.getpid() != owner:
+        return
+    if process.poll() is None:
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGTERM)  # its children would continue without it
+        else:
+            process.terminate()
+        process.wait()
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _identity(words: list[str]) -> tuple[object, ...]:

@@ -9,7 +9,6 @@ import errno
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import stat
 import tempfile
@@ -21,11 +20,9 @@ from typing import NamedTuple
 from ampopt_kernels.native.trust import distrusted
 
 __all__ = [
-    "CLAIM",
     "LIMIT",
     "CacheError",
     "Place",
-    "claim",
     "full_disk",
     "is_whole",
     "keep",
@@ -35,8 +32,6 @@ __all__ = [
     "work_folder",
 ]
 
-CLAIM = 60.0
-"""Seconds for which other processes do not compile a library that one has begun to compile."""
 LIMIT = 64 << 20
 """Bytes that libraries may take on disk. Beyond that, the least recently used are removed."""
 _REMAINS = 3600.0
@@ -218,49 +213,21 @@ def work_folder(path: Path) -> Path:
     Raises:
         OSError: the folder cannot be created.
     """
-    return Path(tempfile.mkdtemp(".part", f"{path.stem}-{_process()}-", path.parent))
-
-
-def claim(path: Path) -> bool:
-    """Claim a library for this process: return whether no other process compiles it.
-
-    A claim that is older than :data:`CLAIM` seconds, or of a process that has ended, is ignored.
-
-    Args:
-        path: the file of the claim, beside the library.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    try:
-        with open(path, "x") as file:
-            file.write(_process())
-        return True
-    except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):  # the other process is done
-            if _age(path) > CLAIM or _has_ended(path.read_text()):
-                os.utime(path)
-                return True
-        return False
+    return Path(tempfile.mkdtemp(".part", f"{path.stem}-", path.parent))
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of processes that have ended, and the least recently used libraries.
+    """Remove folders of compilers that were ended, and the least recently used libraries.
 
-    Libraries are removed until the others take at most :data:`LIMIT` bytes. A library that was used
-    within the last hour stays: a process may be about to load it. To remove a library does not
-    affect a process that has loaded it. Files that cannot be removed stay.
+    Libraries are removed until the others take at most :data:`LIMIT` bytes. What was made or used
+    within the last hour stays: a process may be compiling, or about to load it. To remove a library
+    does not affect a process that has loaded it. Files that cannot be removed stay.
     """
     libraries = []
     for entry in folder.iterdir():
-        with contextlib.suppress(OSError, ValueError):  # a file of another name is not from here
-            if entry.suffix == ".part":
-                _, process, _ = entry.stem.rsplit("-", 2)
-                if _has_ended(process) or _age(entry) > _REMAINS:
-                    shutil.rmtree(entry)
-            elif entry.suffix == ".claim":
-                if _age(entry) > CLAIM or _has_ended(entry.read_text()):
-                    entry.unlink()
+        with contextlib.suppress(OSError):
+            if entry.suffix == ".part" and _age(entry) > _REMAINS:
+                shutil.rmtree(entry)
             elif entry.suffix == ".so":
                 status = entry.lstat()
                 libraries.append((status.st_mtime, status.st_size, entry))
@@ -276,32 +243,3 @@ def sweep(folder: Path) -> None:
 def _age(path: Path) -> float:
     """Return the seconds since ``path`` was modified."""
     return time.time() - path.stat().st_mtime
-
-
-def _process() -> str:
-    """Return a name for this process, unique among all machines that share the folder."""
-    return f"{_numbering()}.{os.getpid()}"
-
-
-def _has_ended(process: str) -> bool:
-    """Return whether a process has certainly ended, given its name from :func:`_process`."""
-    numbering, _, pid = process.rpartition(".")
-    if numbering != _numbering() or not pid.isdecimal() or os.name != "posix":
-        return False  # another machine or container, or the name is not written yet
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-@functools.cache
-def _numbering() -> str:
-    """Identify the PID namespace: two containers of one machine may both have a process 7."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return hashlib.sha256(f"{platform.node()} {namespace}".encode()).hexdigest()[:12]

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import operator
 import sysconfig
+import threading
 from array import array
 from collections.abc import Iterator
 from itertools import chain, compress
@@ -32,10 +33,11 @@ EMPTY = 16
 MISFIT = 2
 """What :meth:`LayoutGuard.read` finds of a tensor that has another layout."""
 
-QUESTIONS = 1000
+CHECKS = 1000
 """Checks that run in Python before the compiler is started: about a hundred steps."""
-LOOKS = 100
-"""Checks between two tests whether the compiler is done, which may read a slow file system."""
+_LOWEST = 19
+"""Niceness of a compiler that takes idle processor time alone. Where torch has a thread on every
+core, one that takes its share of a core makes all of them wait."""
 
 
 class Loops:
@@ -49,38 +51,39 @@ class Loops:
         """Load and compile nothing until :meth:`want` is called."""
         self.loaded: ctypes.PyDLL | None = None
         self._library: Library | None = None
-        self._questions = 0
+        self._checks = 0
 
     def want(self) -> None:
-        """Enable the loops, if there is a compiler.
+        """Enable the loops, if they can be compiled.
 
-        The compiler starts after :data:`QUESTIONS` checks. Loops that an earlier program has
-        compiled are loaded at the first check.
+        Those that an earlier program has compiled are loaded now; else the compiler starts after
+        :data:`CHECKS` checks.
         """
-        if self._library is None:
-            with contextlib.suppress(FileNotFoundError):  # there is no compiler
-                self._library = _library()
+        if self._library is not None:
+            return
+        with contextlib.suppress(Exception):  # there is no compiler, or no cache, or another torch
+            self._library = _library()
+            if self._library.is_compiled():
+                self.load()
 
-    def get(self, wait: bool = False) -> ctypes.PyDLL | None:
-        """Return the loops; ``None`` while they are not loaded or not enabled.
+    def get(self) -> ctypes.PyDLL | None:
+        """Return the loops; ``None`` while they are not loaded. Called for each check."""
+        if self.loaded is None and self._library is not None:
+            self._checks += 1
+            if self._checks == CHECKS:
+                threading.Thread(target=self.load, args=(_LOWEST,), daemon=True).start()
+        return self.loaded
+
+    def load(self, niceness: int = 0) -> None:
+        """Load the loops; compile them first if necessary, which takes two seconds.
 
         Args:
-            wait: whether to wait for the compiler.
+            niceness: that of the compiler.
         """
-        if self.loaded is not None or self._library is None:
-            return self.loaded
-        looks = self._questions % LOOKS == 0
-        self._questions += 1
-        if not (looks or wait):
-            return None
-        try:
-            if wait or self._library.ready():
-                self.loaded = _with_types(self._library.load())
-            elif self._questions > QUESTIONS:
-                self._library.start()
-        except Exception:  # headers of torch or Python may be missing, or need another compiler
-            self._library = None
-        return self.loaded
+        # Headers of torch or Python may be missing, or need another compiler.
+        with contextlib.suppress(Exception):
+            if self._library is not None:
+                self.loaded = _with_types(self._library.load(niceness))
 
 
 loops = Loops()
@@ -102,7 +105,7 @@ def _library() -> Library:
         f"-DTORCH_VERSION={torch.__version__}",  # compile again for another torch
     )
     source = Path(__file__).with_name("objects.cpp").read_text(encoding="utf-8")
-    return Library(source, options, can_wait=True)
+    return Library(source, options)
 
 
 def _pointer_to_tensor() -> int:

@@ -3,8 +3,6 @@
 import errno
 import os
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -151,9 +149,9 @@ def test_a_library_that_is_not_whole_is_made_again(own_cache, starts, damage):
     library.write_bytes(damage(content))
     library.chmod(0o700)
     again = Library(SOURCE)
-    assert not again.ready()
+    assert not again.is_compiled()
     assert again.load().answer() == 42 and len(starts()) == 2
-    assert Library(SOURCE).ready()
+    assert Library(SOURCE).is_compiled()
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
@@ -242,27 +240,17 @@ def test_a_quotation_without_its_end_is_an_error(monkeypatch):
 # --- what is removed -----------------------------------------------------------------------------
 
 
-def test_what_ended_processes_have_left_is_removed(own_cache, starts, monkeypatch):
+def test_what_compilers_that_were_ended_have_left_is_removed(own_cache):
     cache.place()
-    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        ended = f"{cache._numbering()}.{process.pid}"
-    path = own_cache / f"{'0' * 32}.so"
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "_process", lambda: ended)
-        (cache.work_folder(path) / "some").touch()
-        assert cache.claim(path.with_suffix(".claim"))
-    assert len(names(own_cache)) == 2 and cache.claim(path.with_suffix(".claim"))
-    mine = cache.work_folder(own_cache / f"{'1' * 32}.so")
-    assert cache.claim(own_cache / "mine.claim") and not cache.claim(own_cache / "mine.claim")
+    old, new = (cache.work_folder(own_cache / f"{digit * 32}.so") for digit in "01")
+    for folder in (old, new):
+        (folder / "some").touch()
     (own_cache / "notes").touch()
-    assert answer() == 42
-    remains = {name for name in names(own_cache) if not name.endswith(".so")}
-    assert remains == {mine.name, "mine.claim", "notes"}
     then = time.time() - 7200
-    for path in (mine, own_cache / "mine.claim"):
+    for path in (old, own_cache / "notes"):
         os.utime(path, (then, then))
     cache.sweep(own_cache)
-    assert {name for name in names(own_cache) if not name.endswith(".so")} == {"notes"}
+    assert names(own_cache) == {new.name, "notes"}
 
 
 def test_libraries_that_were_used_last_are_kept_and_no_more_than_the_limit(own_cache, starts):
