@@ -1,10 +1,10 @@
 """Sharpness-aware minimization (SAM) in float16, under a loss scale.
 
 SAM (https://arxiv.org/abs/2010.01412) looks for weights around which the loss is flat. Each step
-takes two gradients: one at the weights, and one at the worst place within a small distance, where
-the first gradient points; the update is by the second. Under a scaler that is hard to do: both
-gradients have to be unscaled, each may overflow, and if the second does, the weights have been
-moved already.
+takes two gradients: one at the weights, and one at the worst place within a small distance, in the
+direction of the first; the update uses the second. Under a scaler that is hard to do: both
+gradients have to be unscaled, each may overflow, and if the second overflows, the weights have
+already been moved.
 
 Here SAM is an ordinary ``step(closure)`` that asks for two evaluations and knows nothing of
 scaling. The gradients that it gets are unscaled and finite: an evaluation whose gradients overflow

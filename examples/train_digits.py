@@ -1,15 +1,15 @@
 """Train a small network in float32 and in float16, and compare.
 
-The data are scikit-learn's handwritten digits, 1797 images of 8 by 8, which it brings along. The
-same network sees the same batches twice: in float32, and under autocast in float16 with a loss
-scale that starts far too high. So the first steps overflow and are skipped, each halves the
-scale, and training continues as if these steps had not occurred; after some good steps in a row
-the scale grows, until it is too high again. The float16 run must reach the float32 accuracy within
+The data are the handwritten digits that come with scikit-learn, 1797 images of 8 by 8. The same
+network sees the same batches twice: in float32, and under autocast in float16 with a loss scale
+that starts far too high. So the first steps overflow and are skipped. Each skip halves the scale,
+and training continues as if the skipped steps had not occurred; after some good steps in a row the
+scale grows, until it is too high again. The float16 run must reach the float32 accuracy within
 one percentage point, or the script says so and fails.
 
 The line that does it is ``optimizer.unscale_and_step(grads_scaled_by=scale)``. It does not wait
-for the device, and neither does the loop: what is to be shown is kept in tensors and read every
-few steps.
+for the device, and neither does the loop: values to be shown are kept in tensors and read every few
+steps.
 
 With ``--state-bits 8``, the float16 run keeps the states of AdamW in 8 bits, and no update of a
 weight may be above 10 times the learning rate.
