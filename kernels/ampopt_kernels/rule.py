@@ -60,27 +60,17 @@ class Rule:
 
     The functions are written with ``ampopt_kernels.tl`` and marked ``ampopt_kernels.jit``. They are
     pure: they compute results from their arguments, while the backend loads, stores, unscales,
-    clips and skips. On blocks and scalars they may use
-
-    - arithmetic ``+ - * /``, comparisons, ``& | ~`` of these, and numbers written in the function;
-    - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
-      ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
-    - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``exp2_linear``, ``log2_linear``,
-      ``maximum``, ``minimum``, ``power``, ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and your own
-      functions marked ``jit``;
-    - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``, and loops over whole numbers by
-      ``range`` and ``while``, which are as fast as ``static_range``.
-
-    The first step refuses other Python before it changes anything, with the line and what to write
-    instead: ``torch.sign(g)``, ``g.abs()``, ``g ** 2``, ``assert``; and, wherever Triton can be
-    imported, what Triton cannot compile, such as a constant of the module.
+    clips and skips. :doc:`/guides/rule_language` lists the operators and functions that they may
+    use. The first step refuses other Python before it changes anything, with the line and a
+    replacement: ``torch.sign(g)``, ``g.abs()``, ``g ** 2``, ``assert``; and, wherever Triton can be
+    imported, code that Triton cannot compile, such as a constant of the module.
 
     Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
     for norms of whole parameters (as in LAMB), and ``averages`` for means over rows and columns (as
-    in Adafactor, see ``ampopt_kernels/rules/adafactor.py``). In the signatures
-    below, ``p`` and ``g`` are the parameter and its gradient, ``s`` and ``h`` tuples of scalars,
-    ``state`` a tuple of blocks or tensors, and ``flags`` a tuple of compile-time booleans. The
-    number of scalars or terms that a function returns must not depend on ``flags``.
+    in Adafactor, see ``ampopt_kernels/rules/adafactor.py``). In the signatures below, ``p`` and
+    ``g`` are the parameter and its gradient, ``s`` and ``h`` tuples of scalars, ``state`` a tuple
+    of blocks or tensors, and ``flags`` a tuple of compile-time booleans. The number of scalars or
+    terms that a function returns must not depend on ``flags``.
 
     Attributes:
         update: ``update(p, g, state, h, flags) -> (p, state)``, elementwise, on blocks of float32
