@@ -23,11 +23,19 @@ leaves = st.one_of(
 )  # fmt: skip
 
 
+def array_of(objects: list[Any]) -> np.ndarray:
+    array = np.empty(len(objects), object)
+    for index, value in enumerate(objects):
+        array[index] = value
+    return array
+
+
 def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         st.lists(children, max_size=3),
         st.lists(children, max_size=3).map(tuple),
         st.lists(children, max_size=3).map(deque),
+        st.lists(children, max_size=3).map(array_of),
         st.dictionaries(st.text(max_size=2), children, max_size=3),
         st.builds(lambda x: types.SimpleNamespace(x=x), children),
     )
@@ -49,14 +57,14 @@ def changes(value: Any) -> list[Callable[[], Any]]:
         found.append(lambda: setattr(value, "x", object()))
         found.append(lambda: delattr(value, "x"))
         found.append(lambda: setattr(value, "y", None))
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.size:
         found.append(lambda: value.__setitem__(0, 7.0))
     if isinstance(value, Tensor):
         found.append(lambda: setattr(value, "data", torch.zeros(2)))
         found.append(lambda: setattr(value, "data", value.data[:1]))
         found.append(lambda: setattr(value, "note", 1))
     items: Any = ()
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, (list, tuple, deque, np.ndarray)):
         items = value
     elif isinstance(value, dict):
         items = value.values()
@@ -72,7 +80,7 @@ def exactly(value: Any) -> Any:
     if isinstance(value, Tensor):
         return bits(value), dict(vars(value))
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        return [exactly(item) for item in value] if value.dtype == object else value.tobytes()
     if isinstance(value, types.SimpleNamespace):
         return "namespace", exactly(vars(value))
     if isinstance(value, dict):
