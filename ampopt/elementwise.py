@@ -12,7 +12,7 @@ from ampopt._step.checks import check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import check_like, kind_of
-from ampopt._step.loading import check_loaded
+from ampopt._step.loading import check_loaded, convert_loaded
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -311,7 +311,7 @@ class ElementwiseOptimizer(Optimizer):
                     restore_names(self.state[param], self.rule.state)
                     if not needs_master(group, param):
                         self.state[param].pop(MASTER, None)
-        self._ampopt.runner.convert_states()
+        convert_loaded(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none.

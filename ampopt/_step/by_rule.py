@@ -3,9 +3,7 @@
 A :class:`RuleStep` is called by control points, a :class:`RuleRunner` by the step of the optimizer.
 """
 
-import contextlib
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +21,7 @@ from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.plan import Plan
-from ampopt._step.rows import keys_of
-from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
+from ampopt._step.rule_state import StateCompleter, complete, state_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -155,23 +152,6 @@ class RuleRunner(RefersToOptimizer):
             if param.requires_grad and param.grad is None
         }
         self._plan_with(absent, needs_agreement=False)
-
-    def convert_states(self) -> None:
-        """Convert loaded states as a step would. States that a step refuses stay as they are."""
-        optimizer, rule, states = self.optimizer, self.rule, []
-        places = itertools.count()
-        for index, group in enumerate(optimizer.param_groups):
-            for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
-                if not (state := optimizer.state.get(param)):
-                    continue
-                with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
-                    self.checks.check_states(rule, index, [position])
-                    declared = DeclaredStates.of(rule, group, param)
-                    convert(declared, state)
-                    if any(declared.codecs):
-                        keys_of(optimizer, param, place)
-                    states.append(state)
-        widen_scalars(rule, states)
 
     def completed_state(
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor

@@ -1,23 +1,26 @@
-"""Loading a state dict: which ones are refused, and how every state keeps its dtype."""
+"""Loading a state dict: which ones are refused, and in what dtype a state is kept."""
 
+import contextlib
 import inspect
+import itertools
 import numbers
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.declared_states import DeclaredStates
+from ampopt._step.rows import keys_of
+from ampopt._step.rule_state import convert, widen_scalars
 from ampopt._step.small_states import KEYS, codes_key, scale_key
 from ampopt._step.tensor_subclasses import copy_of, inner_names
 from ampopt._step.torch_private import pytree
 from ampopt_kernels import rules
 from ampopt_kernels.rule import MASTER, Rule
 
-__all__ = ["check_loaded", "loaded_uncast"]
+__all__ = ["check_loaded", "convert_loaded", "loaded_uncast"]
 
 _DROP_INS = "ampopt.optim."
 """Prefix of the modules of classes whose constructors check hyperparameters."""
@@ -60,6 +63,24 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 f"{cls.__name__} refuses param group {index} of the state to be loaded: "
                 f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
+
+
+def convert_loaded(optimizer: Any) -> None:
+    """Convert loaded states as a step would. States that a step refuses stay as they are."""
+    rule, checks, states = optimizer.rule, optimizer._ampopt.runner.checks, []
+    places = itertools.count()
+    for index, group in enumerate(optimizer.param_groups):
+        for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
+            if not (state := optimizer.state.get(param)):
+                continue
+            with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
+                checks.check_states(rule, index, [position])
+                declared = DeclaredStates.of(rule, group, param)
+                convert(declared, state)
+                if any(declared.codecs):
+                    keys_of(optimizer, param, place)
+                states.append(state)
+    widen_scalars(rule, states)
 
 
 def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
@@ -167,7 +188,7 @@ def _check_codes_are_there(rule: Rule, key: Any, state: Any) -> None:
             )
 
 
-@contextmanager
+@contextlib.contextmanager
 def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager: ``load_state_dict`` copies state tensors, and keeps their saved dtypes.
 
@@ -183,8 +204,8 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     def uncast(_: Any) -> None:
         (saved_dict,) = state_dicts
-        keys = chain.from_iterable(group["params"] for group in saved_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        keys = gradients.params_of(saved_dict["param_groups"])
+        params = gradients.params_of(optimizer.param_groups)
         for key, param in zip(keys, params, strict=True):
             if key in saved_dict["state"]:
                 optimizer.state[param] = _uncast(optimizer.state[param], saved_dict["state"][key])

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.loading import convert_loaded
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import RuleOptions, needs_master, state_bits
 from ampopt_kernels import rules
@@ -69,4 +70,4 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
             if any(state_bits(group) != 32 for group in self.param_groups):
-                self._ampopt.runner.convert_states()
+                convert_loaded(self)
