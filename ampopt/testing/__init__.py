@@ -19,7 +19,7 @@ _pytest.register_assert_rewrite(
         f"ampopt.testing.{name}"
         for name in (
             *("beside", "calls", "changes", "closures", "machine", "scaling", "skipping"),
-            *("small_states", "storage", "windows"),
+            *("small_states", "steps", "storage"),
         )
     )
 )

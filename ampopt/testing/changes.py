@@ -13,9 +13,9 @@ import ampopt
 from ampopt.testing.beside import add_group, set_learning_rate
 from ampopt.testing.bits import assert_same, everything
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call, precondition
+from ampopt.testing.machine import call, precondition
 from ampopt.testing.saving import from_bytes, to_bytes
-from ampopt.testing.windows import Windows
+from ampopt.testing.steps import CEILING, FLOOR, INTERVAL, Steps
 
 __all__ = ["Changes", "kinds"]
 
@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
     mode: str | None
 
 
-class Changes(Windows):
+class Changes(Steps):
     """The state machine with all of its calls."""
 
     last_checkpoint: Checkpoint | None = None

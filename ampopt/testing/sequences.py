@@ -25,7 +25,8 @@ from ampopt.testing.claims import (
 )
 from ampopt.testing.failures import explanations, negative_states, of_calls
 from ampopt.testing.float64 import Float64
-from ampopt.testing.machine import MOST, Call, Machine, call, precondition, recorded
+from ampopt.testing.machine import Call, Machine, call, precondition
+from ampopt.testing.steps import MOST
 
 __all__ = ["CallSequence", "Sequences"]
 
@@ -204,7 +205,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             state_bits=st.sampled_from(bits),
             kind=kinds,
         )
-        @recorded
+        @call
         def begin(
             self,
             shapes: list[Any],
