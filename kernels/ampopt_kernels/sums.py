@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.language import jit, tl
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.work import Work
 
-__all__ = ["AgreeOnSums", "Sums", "over_all", "with_sums"]
+__all__ = ["AgreeOnSums", "Sums", "over_all"]
 
 
 class Sums(NamedTuple):
@@ -63,16 +62,3 @@ def over_all(
         Sums(*(to_device(x, work.device, widest(work.device)) for x in (part, over_ranks.totals)))
         for work, part in zip(works, parts, strict=True)
     ]
-
-
-@jit
-def with_sums(
-    s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-):  # fmt: skip
-    """Call ``BEFORE``, then ``SCALARS`` with what it returns and the sums of the rule's terms."""
-    s, h = BEFORE(s, h, FLAGS)
-    if ARGUMENTS == 4:
-        return SCALARS(s, h, FLAGS, sums)
-    else:
-        return SCALARS(s, h, FLAGS, sums, totals)

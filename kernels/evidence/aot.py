@@ -119,7 +119,7 @@ class RecordedLaunch:
             if self.name == "line":
                 on.append("rows" if constants["OF_ROWS"] else "columns")
         elif self.name in ("control", "sum"):
-            flags = next(iter(constants.get("FLAG_SETS", ())), ())
+            flags = constants.get("FLAG_SETS", ((),))[0]
             on = [case.rule, *itertools.compress(names, flags), *on]
         elif self.name == "detect":
             on += {1: [], 2: ["norm"]}.get(len(constants["TERMS"]), ["measure"])

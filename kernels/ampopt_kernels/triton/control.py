@@ -10,7 +10,6 @@ from ampopt_kernels.decide import decide
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.rule import keep, keep_all
-from ampopt_kernels.sums import with_sums
 from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.work import Work
@@ -115,7 +114,7 @@ def control_arguments(
         "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
         "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
         "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
-        "FLAG_SETS": () if table is None else table.flag_sets,
+        "FLAG_SETS": ((),) if table is None else table.flag_sets,
         "N_TERMS": 0 if sums is None else sums.totals.numel(),
         "COLUMNS": 8 if table is None else table.columns,
         "PARTS": PARTS,
@@ -235,131 +234,82 @@ def control_kernel(
         N_STATES: columns of ``table`` between the parameter and the scalar states.
         N_SCALARS: columns of ``table`` for scalar states.
         DTYPES: tuple of dtypes, one for each scalar state.
-        FLAG_SETS: tuple of the rule's flags, by the number that ``table`` has for them; empty if
-            ``SCALARS`` takes no flags.
+        FLAG_SETS: tuple of the rule's flags, by the number that ``table`` has for them.
         N_TERMS: sums of a row that ``SCALARS`` takes.
         COLUMNS: the width of ``table``.
         PARTS: chunks that are read at a time.
         ROWS: rows that are advanced at a time.
     """
     if DECIDE:
-        skip = _decide(
-            flags, squares, n_parts, external, scale, constants, scheduled_by, counters, max_norm,
-            loss, settings, statistics, found_out, coefficients, norm_out, scale_out, counters_out,
-            cause_out, CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, FOLLOWS, UNSCALED, NORM,
-            HAS_LOSS, STATISTICS, DROP, PARTS,
-        )  # fmt: skip
+        worst = tl.zeros((PARTS,), tl.float32)
+        total = tl.zeros((PARTS,), tl.float64)
+        for start in range(0, n_parts, PARTS):
+            at = start + tl.arange(0, PARTS)
+            if CHECK:
+                worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
+            if NORM:
+                total += tl.load(squares + at, mask=at < n_parts, other=0.0)
+        norm = None
+        limit = None
+        if NORM:
+            norm = tl.sqrt(tl.sum(total, 0))
+            limit = tl.load(max_norm)
+            tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
+        growth = None
+        budget = None
+        schedule = None
+        if HAS_POLICY:
+            growth = tl.load(counters).to(tl.float64)
+            budget = tl.load(counters + 1).to(tl.float64)
+            schedule = _numbers_at(constants, 10)
+        checks = ()
+        for i in tl.static_range(len(STATISTICS)):
+            where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
+            known = _statistics_at(where, tl.constexpr(STATISTICS[i]))  # pyright: ignore
+            checks = checks + ((_numbers_at(settings + SETTINGS * i, SETTINGS), known),)
+        value = _load_if(scale, HAS_SCALE)
+        found_inf, skip, clip, cause, scheduled, known = decide(
+            tl.max(worst, 0).to(tl.float64),
+            _load_if(external, HAS_EXTERNAL),
+            value,
+            growth,
+            budget,
+            schedule,
+            _load_if(scheduled_by, FOLLOWS),
+            norm,
+            limit,
+            _load_if(loss, HAS_LOSS),
+            checks,
+            CHECK,
+            DROP,
+        )
+        if HAS_POLICY:
+            tl.store(scale_out, scheduled[0].to(scale_out.dtype.element_ty))
+            tl.store(counters_out, scheduled[1].to(tl.int32))
+            tl.store(counters_out + 1, scheduled[2].to(tl.int32))
+        for i in tl.static_range(len(STATISTICS)):
+            where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
+            _store_statistics(where, known[i], tl.constexpr(STATISTICS[i]))  # pyright: ignore
+        if len(STATISTICS) > 0:
+            tl.store(cause_out, cause)
+        inverse = tl.full((), 1.0, tl.float64)
+        if HAS_SCALE and not UNSCALED:
+            inverse = 1.0 / value
+        tl.store(found_out, found_inf.to(tl.float32))
+        skip = skip + tl.full((), 0.0, tl.float64)
+        tl.store(coefficients, skip)
+        tl.store(coefficients + 1, inverse)
+        tl.store(coefficients + 2, clip)
     else:
         skip = tl.load(coefficients)
     if ADVANCE:
         for start in range(0, n_rows, ROWS):
-            if ARGUMENTS == 2:
+            for of_flags in tl.static_range(len(FLAG_SETS)):
                 _advance(
-                    skip, start, table, hyper, sums, totals, h_out, n_rows, 0, PREVIEW, BEFORE,
-                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS, N_TERMS,
-                    COLUMNS, ROWS,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, of_flags, PREVIEW,
+                    BEFORE, SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS,
+                    N_TERMS, COLUMNS, ROWS,
                 )  # fmt: skip
-            for i in tl.static_range(len(FLAG_SETS)):
-                _advance(
-                    skip, start, table, hyper, sums, totals, h_out, n_rows, i, PREVIEW, BEFORE,
-                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS, N_TERMS,
-                    COLUMNS, ROWS,
-                )  # fmt: skip
-
-
-@jit
-def _decide(
-    flags,
-    squares,
-    n_parts,
-    external,
-    scale,
-    constants,
-    scheduled_by,
-    counters,
-    max_norm,
-    loss,
-    settings,
-    statistics,
-    found_out,
-    coefficients,
-    norm_out,
-    scale_out,
-    counters_out,
-    cause_out,
-    CHECK: tl.constexpr,
-    HAS_EXTERNAL: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_POLICY: tl.constexpr,
-    FOLLOWS: tl.constexpr,
-    UNSCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_LOSS: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    DROP: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Write the decision, the norm and the next scale, and return whether to skip the step."""
-    worst = tl.zeros((PARTS,), tl.float32)
-    total = tl.zeros((PARTS,), tl.float64)
-    for start in range(0, n_parts, PARTS):
-        at = start + tl.arange(0, PARTS)
-        if CHECK:
-            worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
-        if NORM:
-            total += tl.load(squares + at, mask=at < n_parts, other=0.0)
-    norm = None
-    limit = None
-    if NORM:
-        norm = tl.sqrt(tl.sum(total, 0))
-        limit = tl.load(max_norm)
-        tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
-    growth = None
-    budget = None
-    schedule = None
-    if HAS_POLICY:
-        growth = tl.load(counters).to(tl.float64)
-        budget = tl.load(counters + 1).to(tl.float64)
-        schedule = _numbers_at(constants, 10)
-    checks = ()
-    for i in tl.static_range(len(STATISTICS)):
-        where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
-        known = _statistics_at(where, tl.constexpr(STATISTICS[i]))  # pyright: ignore
-        checks = checks + ((_numbers_at(settings + SETTINGS * i, SETTINGS), known),)
-    value = _load_if(scale, HAS_SCALE)
-    found_inf, skip, clip, cause, scheduled, known = decide(
-        tl.max(worst, 0).to(tl.float64),
-        _load_if(external, HAS_EXTERNAL),
-        value,
-        growth,
-        budget,
-        schedule,
-        _load_if(scheduled_by, FOLLOWS),
-        norm,
-        limit,
-        _load_if(loss, HAS_LOSS),
-        checks,
-        CHECK,
-        DROP,
-    )
-    if HAS_POLICY:
-        tl.store(scale_out, scheduled[0].to(scale_out.dtype.element_ty))
-        tl.store(counters_out, scheduled[1].to(tl.int32))
-        tl.store(counters_out + 1, scheduled[2].to(tl.int32))
-    for i in tl.static_range(len(STATISTICS)):
-        where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
-        _store_statistics(where, known[i], tl.constexpr(STATISTICS[i]))  # pyright: ignore
-    if len(STATISTICS) > 0:
-        tl.store(cause_out, cause)
-    inverse = tl.full((), 1.0, tl.float64)
-    if HAS_SCALE and not UNSCALED:
-        inverse = 1.0 / value
-    tl.store(found_out, found_inf.to(tl.float32))
-    skip = skip + tl.full((), 0.0, tl.float64)
-    tl.store(coefficients, skip)
-    tl.store(coefficients + 1, inverse)
-    tl.store(coefficients + 2, clip)
-    return skip
 
 
 @jit
@@ -452,21 +402,16 @@ def _advance(
         each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
         over_all = over_all + (tl.load(totals + i),)
     # Triton 3.6 treats an element of a compile-time tuple as a run-time value.
-    if ARGUMENTS == 2:
-        new_s, new_h = SCALARS(s, h)
-    elif ARGUMENTS == 3:
-        new_s, new_h = SCALARS(s, h, tl.constexpr(FLAG_SETS[FLAG_SET]))  # pyright: ignore
-    else:
-        new_s, new_h = with_sums(
-            s,
-            h,
-            tl.constexpr(FLAG_SETS[FLAG_SET]),  # pyright: ignore
-            each,
-            over_all,
-            BEFORE,
-            SCALARS,
-            ARGUMENTS,
-        )
+    new_s, new_h = _scalars(
+        s,
+        h,
+        tl.constexpr(FLAG_SETS[FLAG_SET]),  # pyright: ignore
+        each,
+        over_all,
+        BEFORE,
+        SCALARS,
+        ARGUMENTS,
+    )
     # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
     for i in tl.static_range(0 if PREVIEW else N_SCALARS):
@@ -475,3 +420,21 @@ def _advance(
         tl.store(address.to(tl.pointer_type(DTYPES[i])), new_s[i].to(DTYPES[i]), mask=exists)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)
+
+
+@jit
+def _scalars(
+    s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Call ``SCALARS``; if it takes sums, with what ``BEFORE`` returns."""
+    if ARGUMENTS == 2:
+        return SCALARS(s, h)
+    elif ARGUMENTS == 3:
+        return SCALARS(s, h, FLAGS)
+    else:
+        s, h = BEFORE(s, h, FLAGS)
+        if ARGUMENTS == 4:
+            return SCALARS(s, h, FLAGS, sums)
+        else:
+            return SCALARS(s, h, FLAGS, sums, totals)

@@ -119,7 +119,7 @@ class Table:
         block: elements that a program reads at a time.
         chunk: elements for each program.
         launches: the launches of a pass.
-        flag_sets: all different flags of the rows; empty if ``scalars`` of the rule takes no flags.
+        flag_sets: all different flags of the rows; ``((),)`` if ``scalars`` of the rule takes none.
         aligned: for each row, whether its addresses are multiples of 16 bytes.
         grads_version: ``Work.grads_version`` of the gradients in the table.
         lines: the :class:`~ampopt_kernels.triton.lines.Lines` that the rule averages over; ``None``
@@ -179,8 +179,9 @@ class Table:
         if work.rule is not None and any(row.is_coded for row in work.rows):
             n_scales = len(work.rule.state)
         n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
-        flag_sets: tuple[tuple[bool, ...], ...] = ()
-        if work.rule is not None and work.rule.scalars_arguments > 2:
+        flag_sets: tuple[tuple[bool, ...], ...] = ((),)
+        takes_flags = work.rule is not None and work.rule.scalars_arguments > 2
+        if takes_flags:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
         n_jumps = max((len(row.places.jumps) for row in work.rows), default=0)
         rows: list[int] = []
@@ -201,7 +202,7 @@ class Table:
                 streams += scales + [0] * (n_scales - len(scales))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
-            of_flags = flag_sets.index(row.flags) if flag_sets else 0
+            of_flags = flag_sets.index(row.flags) if takes_flags else 0
             keys = 0 if row.keys is None else row.keys.data_ptr()
             jumps = [n for jump in row.places.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
