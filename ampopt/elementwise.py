@@ -179,7 +179,7 @@ class ElementwiseOptimizer(Optimizer):
         try:
             self.check_step()
             if ours.phase.cycle is not None:
-                ours.step_with_sums(has_closure=closure is not None)
+                ours.end_cycle_in_plain_step(has_closure=closure is not None)
             loss = call_closure(closure)
             request = ours.step_request if handoff is None else handoff.request
             if request is None and (pending := ours.phase.pending) is not None:

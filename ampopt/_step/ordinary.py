@@ -81,14 +81,11 @@ class OrdinaryStep(StepStrategy):
             return None
         if self.runner is not None and skip_by == "auto" and self.decision_device.type != "cpu":
             _warn_of_own_step(type(self.optimizer).__name__)
-        transacts = self._make_state is not None
-        # Kernels of a rule write to tensors without torch's dispatcher.
-        bypasses_dispatcher = self.runner is not None
         return skip_policy_of(
             skip_by,
             self.decision_device,
-            transacts=transacts,
-            bypasses_dispatcher=bypasses_dispatcher,
+            transacts=self._make_state is not None,
+            bypasses_dispatcher=self.runner is not None,  # as kernels of a rule do
         )
 
     # --- called by control points -----------------------------------------------------------------
@@ -127,11 +124,10 @@ class OrdinaryStep(StepStrategy):
         if self._decision is not None:
             return None
         if self.phase.cycle is not None:
-            self.step_with_sums(has_closure=has_closure)
-        pending = self.phase.pending
-        if has_closure and pending is not None:
+            self.end_cycle_in_plain_step(has_closure=has_closure)
+        if has_closure:
             self.phase.refuse_pending("step(closure)")
-            pending = self.phase.pending
+        pending = self.phase.pending
         request = None if pending is None else pending.request
         self._follows_nothing = request is None
         self._decision_of_step = None

@@ -207,7 +207,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         finally:
             self.accumulation.restore_gradients()
 
-    def step_with_sums(self, *, has_closure: bool) -> None:
+    def end_cycle_in_plain_step(self, *, has_closure: bool) -> None:
         """Have the plain ``step()`` that has begun step with the sums, or skip if one overflowed.
 
         Raises:
