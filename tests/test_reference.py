@@ -3,11 +3,14 @@
 import importlib
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import ampopt
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,6 +101,16 @@ def test_every_argument_is_described(module):
         if not isinstance(value, type) and (left := undescribed_arguments(value, said))
     }
     assert missing == {}
+
+
+@pytest.mark.parametrize(
+    "cls, argument, times", [(ampopt.TrainStep, "micro_batches", 1), (ampopt.AdamW, "Args", 1)]
+)
+def test_the_site_shows_the_arguments_of_constructors_once(cls, argument, times):
+    site = runpy.run_path(str(ROOT / "examples" / "site" / "conf.py"))
+    lines = inspect.cleandoc(cls.__doc__).splitlines()
+    site["_describe_the_constructor"](None, "class", cls.__name__, cls, None, lines)
+    assert sum(line.strip().startswith(f"{argument}:") for line in lines) == times
 
 
 SAID = """Take ``x``.

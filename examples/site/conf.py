@@ -4,6 +4,7 @@ The pages lie in ``examples``, so that each reads well on GitHub and in the inst
 Built by the documentation command of ``examples/guides/contributing.md``.
 """
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ def _keep_the_version_of_an_included_page(
     _keep_the_version(app, docname, source)
 
 
+def _describe_the_constructor(
+    app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
+    """Add to the docstring of a class the arguments that its ``__init__`` describes."""
+    if isinstance(value, type) and "__init__" in vars(value) and "Args:" not in lines:
+        said = inspect.getdoc(value.__init__) or ""  # type: ignore[misc]
+        _, args, described = said.partition("Args:\n")
+        lines += ["", *(args + described).splitlines()]
+
+
 def _write_llms_txt(app: Any, exception: Exception | None) -> None:
     """List the pages for programs that read: title, address of the Markdown, first sentence."""
     if exception or app.builder.format != "html":
@@ -116,4 +127,5 @@ def setup(app: Any) -> None:
     """Connect what is above."""
     app.connect("source-read", _keep_the_version)
     app.connect("include-read", _keep_the_version_of_an_included_page)
+    app.connect("autodoc-process-docstring", _describe_the_constructor, priority=100)
     app.connect("build-finished", _write_llms_txt)
