@@ -31,7 +31,7 @@ class StaticLossScale(LossScale):
         """Check the number, and round it to float32.
 
         Args:
-            value: the scale: a number in float32's normal range, see :func:`check_scale_number`.
+            value: the scale: a positive number in float32's normal range, 2**-126 or more.
             drop_overflow_update: ``False`` applies an update even if its gradients are not finite.
             device: the device of the scale; ``None`` for the device where it is first used.
 
