@@ -10,11 +10,11 @@ import inspect
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from traceback import FrameSummary
 from typing import Any
 
-from ampopt_kernels.check_rule.function import Function, functions_of
+from ampopt_kernels.check_rule.function import Function, functions_of, own_codecs
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
@@ -175,10 +175,9 @@ def _compile(
     """Call ``finish`` on a kernel for each function of the rule, and explain its errors."""
     from triton.compiler.errors import CompilationError
 
-    functions = functions_of(rule, owner)
     with warnings.catch_warnings(), compiler():
         warnings.simplefilter("ignore")  # deprecation warnings of Triton
-        for function, source in _sources(rule, flags, n_hyper, functions):
+        for function, source in _sources(rule, flags, n_hyper, owner):
             try:
                 finish(source)
             except CompilationError as error:
@@ -211,12 +210,12 @@ def _plain(message: str) -> str:
 
 
 def _sources(
-    rule: Rule, flags: tuple[bool, ...], n_hyper: int, functions: Mapping[str, Function]
+    rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str
 ) -> Iterator[tuple[Function, Any]]:
     """The functions that run under ``flags``, each with a kernel to compile that calls it."""
     from triton.compiler import ASTSource
 
-    widths = rule.widths(n_hyper)
+    functions, widths = functions_of(rule, owner), rule.widths(n_hyper)
     n_inputs, n_means = len(rule.inputs_for(flags)), len(rule.averages_for(flags))
 
     def of_numbers(arguments: int, n_h: int) -> tuple[Any, ...]:
@@ -239,12 +238,14 @@ def _sources(
         kernels["reduce"] = of_blocks(n_inputs, widths.reduce, widths.terms)
     if n_means:
         kernels["averages"] = of_blocks(len(rule.state_for(flags)), widths.reduce, n_means)
-    for name in functions.keys() - {"scalars", "update", "before_reduce", "reduce", "averages"}:
-        kernels[name] = _codec_kernel, {"blocks": "*fp32"}, {"N": 2 if "encode" in name else 1}
-    for name, (kernel, pointers, constants) in kernels.items():
-        constants = {"FUNCTION": compilable(functions[name].jitted), **constants}
+    calls = [(functions[role], *kernel) for role, kernel in kernels.items()]
+    for own in own_codecs(rule, owner):
+        for function, n in ((own.encode, 2), (own.decode, 1)):
+            calls.append((function, _codec_kernel, {"blocks": "*fp32"}, {"N": n}))
+    for function, kernel, pointers, constants in calls:
+        constants = {"FUNCTION": compilable(function.jitted), **constants}
         signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
-        yield functions[name], ASTSource(compilable(kernel), signature, constants)
+        yield function, ASTSource(compilable(kernel), signature, constants)
 
 
 def _intermediate(source: Any, target: Any) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ampopt_kernels.check_rule.function import Function
+from ampopt_kernels.check_rule.function import Function, OwnCodec
 from ampopt_kernels.codecs import Codec, decoded, encoded, limits
 
 __all__ = ["check"]
@@ -12,23 +12,17 @@ _DRAWS = (2**-16, 0.5, 1 - 2**-16)
 """Random numbers ``u``: the least, the one that rounds to nearest, and the greatest."""
 
 
-def check(encode: Function, decode: Function, codec: Codec, *, positive: bool) -> None:
+def check(own: OwnCodec) -> None:
     """Refuse a codec that does not keep to what :class:`Codec` says.
-
-    Args:
-        encode: the codec's function of that name.
-        decode: the other.
-        codec: the codec.
-        positive: whether no number of the state is below 0.
 
     Raises:
         ValueError: a function does not return 0 for 0; ``encode`` returns what the dtype cannot
             hold; or ``decode`` does not undo ``encode``.
     """
-    _check_decode(decode, codec)
+    _check_decode(own.decode, own.codec)
     for u in _DRAWS:
-        _check_encode(encode, codec, u, positive=positive)
-    _check_undone(decode, codec, positive=positive)
+        _check_encode(own.encode, own.codec, u, positive=own.positive)
+    _check_undone(own.decode, own.codec, positive=own.positive)
 
 
 def _numbers(positive: bool) -> Tensor:

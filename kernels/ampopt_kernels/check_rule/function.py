@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,8 @@ from ampopt_kernels.check_rule.advice import advice
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, WIDE, Codec
 from ampopt_kernels.cpu.expressions import Expression
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.state import State
 
-__all__ = ["Function", "described", "functions_of", "outer_names", "own_codecs"]
+__all__ = ["Function", "OwnCodec", "described", "functions_of", "outer_names", "own_codecs"]
 
 _NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 """Folders of this package and of torch."""
@@ -115,7 +114,7 @@ def described(value: Any) -> str:
 
 
 def functions_of(rule: Rule, owner: str) -> dict[str, Function]:
-    """The functions of a rule and of its own codecs, by name, but ``factors``.
+    """The functions of a rule by name, but ``factors`` and those of codecs.
 
     Args:
         rule: the rule.
@@ -123,17 +122,37 @@ def functions_of(rule: Rule, owner: str) -> dict[str, Function]:
     """
     roles = ["update", "scalars", "before_reduce"]
     roles += ["reduce"] * rule.reduces + ["averages"] * (rule.averages is not None)
-    jitted = {role: getattr(rule, role) for role in roles}
-    for part, codec in own_codecs(rule):
-        jitted[f"encode of state {part.name!r}"] = codec.encode
-        jitted[f"decode of state {part.name!r}"] = codec.decode
-    return {name: Function(name, owner, function) for name, function in jitted.items()}
+    return {role: Function(role, owner, getattr(rule, role)) for role in roles}
 
 
-def own_codecs(rule: Rule) -> list[tuple[State, Codec]]:
-    """The states with a codec that is not one of this package, and their codecs."""
-    built_in = (BFLOAT16, NON_NEGATIVE, SIGNED, WIDE)
-    return [(x, x.codec) for x in rule.state if x.codec is not None and x.codec not in built_in]
+class OwnCodec(NamedTuple):
+    """A codec of a rule that is not one of this package.
+
+    Attributes:
+        codec: the codec.
+        positive: whether no number of the state is below 0.
+        encode: its function of that name.
+        decode: the other.
+    """
+
+    codec: Codec
+    positive: bool
+    encode: Function
+    decode: Function
+
+
+def own_codecs(rule: Rule, owner: str) -> list[OwnCodec]:
+    """The codecs of a rule's states that are not of this package; see :func:`functions_of`."""
+    return [
+        OwnCodec(
+            part.codec,
+            part.positive,
+            Function(f"encode of state {part.name!r}", owner, part.codec.encode),
+            Function(f"decode of state {part.name!r}", owner, part.codec.decode),
+        )
+        for part in rule.state
+        if part.codec not in (None, BFLOAT16, NON_NEGATIVE, SIGNED, WIDE)
+    ]
 
 
 def outer_names(fn: types.FunctionType) -> dict[str, Any]:

@@ -33,11 +33,12 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
             Triton, if Triton can be imported. Or a codec of a state does not keep to what
             :class:`ampopt_kernels.Codec` says.
     """
-    functions = functions_of(rule, owner)
+    functions, coding = functions_of(rule, owner), own_codecs(rule, owner)
     # This reads its own CPU tensors. Dispatch modes of the caller must not see that, such as
     # assert_no_sync, nor change the tensors, such as FakeTensorMode.
     with no_dispatch():
-        for function in functions.values():
+        of_codecs = (function for own in coding for function in (own.encode, own.decode))
+        for function in (*functions.values(), *of_codecs):
             by_source.check(function)
         passed, without = (
             _passed_on(rule, each, n_hyper, functions) for each in (flags, (False,) * len(flags))
@@ -51,9 +52,12 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
         before_means = "before_reduce" if rule.reduces else "scalars"
         _check_averages(rule, flags, passed[before_means], functions)
         _check_update(rule, flags, passed["scalars"], functions["update"])
-        _check_codecs(rule, functions)
+        for own in coding:
+            _check_blocks(own.encode, {"code": _call(own.encode, _block(), _block())})
+            _check_blocks(own.decode, {"x": _call(own.decode, _block())})
+            codecs.check(own)
         known_to_compile = rule.update.fn.__module__.startswith("ampopt_kernels.rules.")
-        if not known_to_compile or own_codecs(rule):
+        if not known_to_compile or coding:
             by_triton.check(rule, flags, n_hyper, owner)
 
 
@@ -179,15 +183,6 @@ def _check_update(rule: Rule, flags: tuple[bool, ...], h: _Given, function: Func
     p, new = function.pair(result, f"the new p and a tuple of {len(states)} states, {states}")
     _check_states(function, new, states, f"states {_under(rule, flags)}")
     _check_blocks(function, {"p": p, **dict(zip(states, new, strict=True))})
-
-
-def _check_codecs(rule: Rule, functions: Mapping[str, Function]) -> None:
-    """Run the functions of the rule's own codecs; see :func:`try_out`."""
-    for part, codec in own_codecs(rule):
-        encode, decode = (functions[f"{x} of state {part.name!r}"] for x in ("encode", "decode"))
-        _check_blocks(encode, {"code": _call(encode, _block(), _block())})
-        _check_blocks(decode, {"x": _call(decode, _block())})
-        codecs.check(encode, decode, codec, positive=part.positive)
 
 
 def _call(function: Function, *arguments: Any) -> Any:
