@@ -22,8 +22,8 @@ _NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent
 """Folders of this package and of torch."""
 
 _OTHERWISE = (
-    "Call functions of tl and of ampopt_kernels, and your own marked with jit. See "
-    "ampopt_kernels.Rule for all that it may use"
+    'Call functions of tl and of ampopt_kernels, and your own marked with jit. The guide "The '
+    'language of rules" lists all that a rule may use'
 )
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from ampopt_kernels.triton.uninterpreted import compilable
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 HYPER = ("lr", "decay")
+ROOT = Path(__file__).parents[3]
 GAMMA = 0.5
 DELTA = tl.constexpr(0.5)  # pyright: ignore[reportCallIssue]
 
@@ -132,11 +134,11 @@ def calls_one_that_is_refused(p, g, state, h, flags):
         (loops_over_a_tuple, "`for rate in h:`", "tl.static_range(len(state))"),
         (root_of_a_comparison, "tl.sqrt(g > 0)", "tl.where(x > 0, 1.0, 0.0)"),
         (calls_unmarked, "unmarked(g)", "marked with jit"),
-        (formats, 'f"{h[0]}"', "ampopt_kernels.Rule"),
+        (formats, 'f"{h[0]}"', "The language of rules"),
         (unpacks_the_rest, "`rate, *rest = h`", "a + (b,)"),
         (writes_the_seed, "rand(0, h[1], at)", "are numbers of h"),
         (pythons_own, "abs(g)", "Write tl.abs(x)"),
-        (has_a_lambda, "lambda x: 2 * x", "ampopt_kernels.Rule"),
+        (has_a_lambda, "lambda x: 2 * x", "The language of rules"),
         (of(0.5), "rate", "NAME: tl.constexpr = NUMBER"),
         (calls_one_that_is_refused, "x**3", "x * x"),
     ],
@@ -254,9 +256,10 @@ def test_a_number_that_is_marked_where_it_stands_is_a_number(backend):
 
 
 def documented(*, of_tl: bool) -> set[str]:
-    """The functions that the docstring of ``Rule`` names, of ``tl`` or of this package."""
-    _, tl_functions, helpers, _ = re.split(r"- of ``|- ``if``", str(Rule.__doc__))
-    return set(re.findall(r"``(\w+)``", tl_functions if of_tl else helpers)) - {
+    """The functions that the guide lists, of ``tl`` or of this package."""
+    guide = (ROOT / "examples/guides/rule_language.md").read_text(encoding="utf-8")
+    _, tl_functions, helpers, *_ = re.split(r"- from `|- `if`", guide)
+    return set(re.findall(r"`(\w+)`", tl_functions if of_tl else helpers)) - {
         "tl",
         "ampopt_kernels",
         "jit",
