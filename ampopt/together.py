@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.all_reduce import Agreement
+from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
@@ -87,12 +87,14 @@ def unscale_and_step(
     for optimizer in optimizers:
         request = optimizer._ampopt.observers.extend(request)
     has_sums = any(cycle is not None for cycle in cycles)
+    agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
     if has_sums:
-        agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
+        with_grads = gradients.params_with_grads(groups)
+        all_reduce = flag_all_reduce(agreement, request, len(with_grads))
         decision = check_and_unscale(
-            optimizers, request, uploads=uploads, process_group=process_group
+            with_grads, request, all_reduce, device_of(groups), write=False, uploads=uploads
         )
     next_scale = next_scale_of(scale, decision)
     to_device = None if has_sums else request.scale  # the scale of the gradients in p.grad

@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, AccumulationCycle, refuse_sparse
 from ampopt._step.all_reduce import Agreement, flag_all_reduce
-from ampopt._step.overflow import check_and_unscale_params
+from ampopt._step.overflow import check_and_unscale
 from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
@@ -86,7 +86,7 @@ def end_cycles(
     decision: Any = None
     if request.causes or request.max_norm is not None:
         with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
-        decision = check_and_unscale_params(
+        decision = check_and_unscale(
             with_grads,
             request,
             flag_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),

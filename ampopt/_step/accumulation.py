@@ -17,7 +17,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement, FlagAllReduce, flag_all_reduce
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.overflow import check_and_unscale_params, device_of, works_of
+from ampopt._step.overflow import check_and_unscale, device_of, works_of
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
@@ -188,7 +188,7 @@ class Accumulation(RefersToOptimizer):
         self._check_sums(cycle)
         checks_first = cycle.drop == "micro_batch"
         if checks_first or not present:
-            decision = check_and_unscale_params(
+            decision = check_and_unscale(
                 present,
                 request,
                 all_reduce,

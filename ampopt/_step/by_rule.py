@@ -19,7 +19,7 @@ from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import Masters
-from ampopt._step.overflow import check_and_unscale_params, device_of
+from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rule_state import StateCompleter, complete, state_of
 from ampopt._step.sharding import dtensor
@@ -272,7 +272,7 @@ class RuleStep(StepStrategy):
         else:
             check_request = replace(self.observers.extend(request), max_norm=None)
             with_grads = gradients.params_with_grads(self.optimizer.param_groups)
-            decision = check_and_unscale_params(
+            decision = check_and_unscale(
                 with_grads,
                 check_request,
                 flag_all_reduce(self.agreement(), check_request, len(with_grads)),

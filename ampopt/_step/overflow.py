@@ -1,4 +1,4 @@
-"""Checks the gradients of one or several optimizers of any class for inf/NaN; unscales them."""
+"""Checks gradients for inf/NaN, and unscales them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ampopt._step import gradients, ranks
-from ampopt._step.all_reduce import FlagAllReduce, flag_all_reduce
+from ampopt._step import gradients
+from ampopt._step.all_reduce import FlagAllReduce
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
@@ -18,46 +18,11 @@ from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "check_and_unscale",
-    "check_and_unscale_params",
     "decide",
     "decided_elsewhere",
     "device_of",
     "works_of",
 ]
-
-
-def check_and_unscale(
-    optimizers: Sequence[Any],
-    request: Request,
-    *,
-    write: bool = False,
-    uploads: dict[torch.device, Uploads] | None = None,
-    process_group: Any = None,
-) -> Decision | None:
-    """Check all gradients for inf/NaN, and make one decision. Does not synchronize.
-
-    Args:
-        optimizers: one or several optimizers of any class.
-        request: the scale and what else to check; nothing is stepped.
-        write: whether to unscale the gradients in place.
-        uploads: the constants cached on each device by earlier calls.
-        process_group: the ranks that all-reduce the flag; see :func:`ampopt._step.ranks.agreement`.
-
-    Returns:
-        The decision; ``None`` if there are no gradients.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: see :func:`ampopt._step.gradients.params_with_grads`.
-            Nothing has changed then.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    with_grads, decision_device = gradients.params_with_grads(groups), device_of(groups)
-    agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
-    all_reduce = flag_all_reduce(agreement, request, len(with_grads))
-    uploads = {} if uploads is None else uploads
-    return check_and_unscale_params(
-        with_grads, request, all_reduce, decision_device, write=write, uploads=uploads
-    )
 
 
 def decided_elsewhere(
@@ -83,7 +48,7 @@ def decided_elsewhere(
 
 
 @torch.no_grad()
-def check_and_unscale_params(
+def check_and_unscale(
     with_grads: Sequence[gradients.ParamWithGrad],
     request: Request,
     all_reduce: FlagAllReduce | None,
@@ -92,15 +57,15 @@ def check_and_unscale_params(
     write: bool,
     uploads: dict[torch.device, Uploads],
 ) -> Decision | None:
-    """Do what :func:`check_and_unscale` does, for the result of ``gradients.params_with_grads``.
+    """Check gradients for inf/NaN, and make one decision. Does not synchronize.
 
     Args:
-        with_grads: the parameters with gradients.
-        request: see :func:`check_and_unscale`.
+        with_grads: the parameters with gradients, of one optimizer or of several.
+        request: the scale and what else to check; nothing is stepped.
         all_reduce: what :func:`~ampopt._step.all_reduce.flag_all_reduce` returned.
         decision_device: the device of the decision if there are no gradients on this rank.
-        write: see :func:`check_and_unscale`.
-        uploads: see :func:`check_and_unscale`.
+        write: whether to unscale the gradients in place.
+        uploads: constants that earlier calls have copied to a device, by device.
 
     Returns:
         The decision; ``None`` if there are no gradients.

@@ -21,7 +21,7 @@ from ampopt._step.guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
-    check_and_unscale_params,
+    check_and_unscale,
     decide,
     decided_elsewhere,
     works_of,
@@ -209,9 +209,7 @@ class Plan:
         if request.write and not extended_request.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
             with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
-            check_and_unscale_params(
-                with_grads, unscale, None, None, write=True, uploads=self._uploads
-            )
+            check_and_unscale(with_grads, unscale, None, None, write=True, uploads=self._uploads)
         return decision
 
     def _can_write(self) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampopt._step import gradients
-from ampopt._step.overflow import check_and_unscale
+from ampopt._step import gradients, ranks
+from ampopt._step.all_reduce import flag_all_reduce
+from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
@@ -102,8 +103,12 @@ def check_gradients(
     request = request_for(scale)
     if times is not None:
         request = Request(scale=scale.value * times)
+    groups = optimizer.param_groups
+    with_grads = gradients.params_with_grads(groups)
+    agreement = ranks.agreement(groups, record.process_group, optimizers=[optimizer])
+    all_reduce = flag_all_reduce(agreement, request, len(with_grads))
     decision = check_and_unscale(
-        [optimizer], request, write=write, process_group=record.process_group
+        with_grads, request, all_reduce, device_of(groups), write=write, uploads={}
     )
     if decision is None:
         record.set_result(None, scale)
