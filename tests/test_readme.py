@@ -110,6 +110,13 @@ ON_RANKS = {
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
 
+MIGRATIONS = [
+    page
+    for page in (README, ROOT / "examples" / "index.md", *GUIDES)
+    if page.stem.startswith(("README", "index", "from_")) and "```diff" in page.read_text()
+]
+"""Pages with a difference of another system's script."""
+
 IN_FRAMEWORKS = {
     "With Lightning",
     "With Accelerate and transformers",
@@ -148,6 +155,46 @@ def printed_on_a_rank(heading, folder):
 def test_block_of_each_rank(heading, tmp_path, two_ranks, four_ranks):
     pool = two_ranks if ON_RANKS[heading] == 2 else four_ranks
     assert pool.run(printed_on_a_rank, heading, str(tmp_path)) == ["32768.0\n"] * pool.n
+
+
+class Names(dict):
+    """The names that a difference does not define; ``loss`` is computed when it is used."""
+
+    def __init__(self):
+        super().__init__(vars(ampopt))
+        data = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+        model = self.Model(4, 2)
+        optimizer = ampopt.SGD(model.parameters(), lr=0.1)
+        self.update(model=model, network=model, optimizer=optimizer, ClippedStep=ampopt.TrainStep)
+        self.update(images=data[0], labels=data[1], loader=[data], batches=iter([data]), max_iter=1)
+        self.update(scheduler=torch.optim.lr_scheduler.LinearLR(optimizer), increment=None)
+        self.update(weight_decay=lambda optimizer: None, scale=ampopt.DynamicLossScale())
+        self["loss_fn"] = lambda first, *labels: (
+            torch.nn.functional.cross_entropy(first, *labels) if labels else self["loss"]
+        )
+
+    class Model(torch.nn.Linear):
+        """Takes inputs of any dtype, or a batch, of which it returns the loss."""
+
+        def forward(self, inputs):
+            if isinstance(inputs, tuple):
+                return torch.nn.functional.cross_entropy(self(inputs[0]), inputs[1])
+            return super().forward(inputs.to(self.weight.dtype)).float()
+
+    def __missing__(self, name):
+        if name != "loss":
+            raise KeyError(name)
+        return self["model"]((self["images"], self["labels"]))
+
+
+@pytest.mark.parametrize("page", MIGRATIONS, ids=lambda page: page.stem)
+def test_the_new_lines_of_a_difference_run(page):
+    text = page.read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    new = [line[1:] for line in lines.splitlines() if line[:1] in " +" and line != " ..."]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a scheduler whose optimizer does not step here
+        exec("\n".join(new), {}, Names())
 
 
 def test_the_picture_has_the_figures_of_the_results():
