@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampopt._step.sharding import dtensor
 from ampopt.loss_scale.arguments import check_bool
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest
 
@@ -274,12 +274,7 @@ def _checked_optimizers(argument: Any) -> list[Optimizer]:
     if not optimizers:
         raise ValueError("optimizer must be an optimizer or several, got none")
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be an ampopt.Optimizer, got {type(optimizer).__module__}."
-                f"{type(optimizer).__name__}, which does not show which steps a scaler skips: "
-                "import it from ampopt, or call ampopt.patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
     return optimizers
 
 

@@ -20,7 +20,7 @@ from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.decision import Request
 
-__all__ = ["Optimizer", "step_scaled_gradients"]
+__all__ = ["Optimizer", "check_optimizer", "step_scaled_gradients"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -513,6 +513,16 @@ class Optimizer(torch.optim.Optimizer):
             group: a param group, to get only its parameters.
         """
         yield from self._ampopt.masters.pairs(self.param_groups if group is None else [group])
+
+
+def check_optimizer(value: Any) -> None:
+    """Raise a ``TypeError`` unless ``value`` is an :class:`Optimizer`."""
+    if not isinstance(value, Optimizer):
+        raise TypeError(
+            f"optimizer must be an ampopt.Optimizer, got {type(value).__module__}."
+            f"{type(value).__name__}: import it from ampopt, or call "
+            "ampopt.patch_optimizer(optimizer)"
+        )
 
 
 # --- how control points work ----------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.arguments import check_count
-from ampopt.optimizer import Optimizer
+from ampopt.loss_scale.arguments import check_count, check_number
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.decide import RUNNING, Check, Window
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
@@ -152,7 +152,7 @@ class skip_when:
 
     def state_dict(self) -> dict[str, list[float]]:
         """The running statistics, for ``torch.load(weights_only=True)``. Synchronizes."""
-        return {what: statistics.state_dict() for what, statistics in self._statistics.items()}
+        return {what: numbers.tolist() for what, numbers in self._statistics.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load saved running statistics.
@@ -163,15 +163,20 @@ class skip_when:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        if set(state_dict) != set(self._statistics):
+        own = self._statistics
+        if set(state_dict) != set(own):
             raise ValueError(
-                f"the state of this skip_when has exactly the entries {sorted(self._statistics)}, "
+                f"the state of this skip_when has exactly the entries {sorted(own)}, "
                 f"got {sorted(map(str, state_dict))}"
             )
-        for what, statistics in self._statistics.items():
-            statistics.check(state_dict[what])
-        for what, statistics in self._statistics.items():
-            statistics.load(state_dict[what])
+        for what, numbers in own.items():
+            saved = state_dict[what]
+            if not isinstance(saved, Sequence) or len(saved) != len(numbers):
+                raise ValueError(
+                    f"statistics of earlier steps must have {len(numbers)} numbers, got {saved!r}"
+                )
+        for what, numbers in own.items():
+            numbers.copy_(torch.tensor(state_dict[what], dtype=torch.float64))
 
     # --- what a step reads ------------------------------------------------------------------------
 
@@ -191,13 +196,18 @@ class skip_when:
         return "loss" in self._checks
 
     def checks(self, device: torch.device) -> list[Check]:
-        """The checks of a step that is decided on ``device``."""
-        return [
-            check
-            if (statistics := self._statistics.get(what)) is None
-            else check._replace(statistics=statistics.numbers_on(device))
-            for what, check in self._checks.items()
-        ]
+        """The checks of a step that is decided on ``device``, to which their statistics move."""
+        for what, numbers in self._statistics.items():
+            if numbers.device != device:
+                moved = to_device(numbers, device, widest(device))
+                self._checks[what] = self._checks[what]._replace(statistics=moved)
+        return list(self._checks.values())
+
+    @property
+    def _statistics(self) -> dict[str, Tensor]:
+        """The statistics of earlier steps that each check of deviations has."""
+        known = ((what, check.statistics) for what, check in self._checks.items())
+        return {what: numbers for what, numbers in known if numbers is not None}
 
     def _begin(
         self,
@@ -216,12 +226,7 @@ class skip_when:
             arguments: the other arguments, for comparison between ranks.
             of_deviations: attributes of each :class:`Check` that tests deviations.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be an ampopt.Optimizer, got {type(optimizer).__module__}."
-                f"{type(optimizer).__name__}: import it from ampopt, or call "
-                "ampopt.patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
         if optimizer._ampopt.needs_closure:
             raise TypeError(
                 f"{type(optimizer).__name__} evaluates the loss itself, several times a step, and "
@@ -230,17 +235,17 @@ class skip_when:
         for what in ("norm", "loss"):
             _check_limit(what, limits[what])
             _check_limit(f"{what}_deviations", deviations[what])
-        self._limits = limits
         self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
         self.settings = repr((self.limits, arguments))
         self._checks: dict[str, Check] = {}
-        self._statistics: dict[str, Statistics] = {}
         for what in ("norm", "loss"):
             check = Check(1.0 + CAUSES.index(what), float(what == "norm"), limits[what] or -1.0)
             if (n := deviations[what]) is not None:
                 check = check._replace(deviations=n, **of_deviations)
                 size = RUNNING if check.window is None else 2 + int(check.window.length)
-                self._statistics[what] = Statistics(size)
+                # On the CPU until the first step.
+                zeros = torch.zeros(size, dtype=torch.float64, device="cpu")
+                check = check._replace(statistics=zeros)
             elif limits[what] is None:
                 continue
             self._checks[what] = check
@@ -255,48 +260,5 @@ class skip_when:
 
 def _check_limit(name: str, value: Any) -> None:
     """Raise unless ``value`` is ``None``, or a positive and finite number."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-    if not 0 < value < math.inf:
+    if value is not None and not 0 < check_number(name, value) < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
-
-
-# --- statistics of the norms or losses of earlier steps -------------------------------------------
-
-
-class Statistics:
-    """Statistics of earlier steps: one vector on the device, which a step writes in place.
-
-    :mod:`ampopt_kernels.decide` says what the numbers are.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Start with ``size`` zeros, on the CPU until the first value is checked."""
-        self._numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
-
-    def numbers_on(self, device: torch.device) -> Tensor:
-        """The vector, moved to ``device`` if it is elsewhere, in the widest dtype of ``device``."""
-        if self._numbers.device != device:
-            self._numbers = to_device(self._numbers, device, widest(device))
-        return self._numbers
-
-    def state_dict(self) -> list[float]:
-        """The numbers of the vector. Synchronizes."""
-        return self._numbers.tolist()
-
-    def check(self, state: Sequence[float]) -> None:
-        """Raise if :meth:`load` cannot load ``state``.
-
-        Raises:
-            ValueError: ``state`` is not a sequence of as many numbers as the vector has.
-        """
-        if not isinstance(state, Sequence) or len(state) != len(self._numbers):
-            raise ValueError(
-                f"statistics of earlier steps must have {len(self._numbers)} numbers, got {state!r}"
-            )
-
-    def load(self, state: Sequence[float]) -> None:
-        """Replace the numbers by ``state``, which :meth:`state_dict` returned."""
-        self._numbers.copy_(torch.tensor(state, dtype=torch.float64))

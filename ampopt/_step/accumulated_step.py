@@ -97,10 +97,10 @@ def end_cycles(
     elif flags is not None:
         constants = uploads["decide"].setdefault(decision_device, Uploads())
         decision = run(backend_for, [Work(decision_device, [], uploads=constants)], request)
+        if flags.ranks is not None:
+            decision = decision.with_schedule_where(flags.ranks > 0, request)
     if decision is None or flags is None:
         return decision
-    if flags.ranks is not None:
-        decision = decision.with_schedule_where(flags.ranks > 0, request)
     if whole.max_norm is None:
         return replace(decision, norm=None, reports=flags.reports)
     measured = tuple(r for r in decision.reports if isinstance(r, GradientReport))

@@ -15,7 +15,7 @@ from ampopt.loss_scale.arguments import check_count, check_max_norm
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.nonfinite import is_looking
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.precision.levels import Precision
 from ampopt.results import StepResult, Unscaled, overflowed
 from ampopt.train_step import cuda_graphs
@@ -128,12 +128,7 @@ class TrainStep:
         for name, value in functions.items():
             if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "optimizer must be an ampopt.Optimizer, got "
-                f"{type(optimizer).__module__}.{type(optimizer).__name__}: import it from ampopt, "
-                "or call ampopt.patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
         if precision is None:
             precision = of_autocast(autocast)
         elif autocast is not NOT_GIVEN:

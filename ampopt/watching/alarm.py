@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
-from ampopt.loss_scale.arguments import check_bool, check_count
+from ampopt.loss_scale.arguments import check_bool, check_count, check_number
 from ampopt.watching.reading import Reading
 
 __all__ = ["Alarm", "Condition"]
@@ -43,11 +43,7 @@ class Condition:
             check_count("skips_in_a_row", self.skips_in_a_row)
         for name, most in (("scale_below", float("inf")), ("zero_share_above", 1.0)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-            if not 0 <= value <= most:
+            if value is not None and not 0 <= check_number(name, value) <= most:
                 raise ValueError(f"{name} must be from 0 to {most:g}, got {value!r}")
         check_bool("raises", self.raises)
         if (self.skips_in_a_row, self.scale_below, self.zero_share_above) == (None,) * 3:

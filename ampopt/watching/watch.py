@@ -15,7 +15,7 @@ from ampopt._step.ranks import has_others
 from ampopt._step.sharding.dtensor import local
 from ampopt.backend import host_may_look
 from ampopt.loss_scale.arguments import check_count
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
 from ampopt.watching.found import Found, Gradients, StartingNorms, Statistics
@@ -83,12 +83,7 @@ class Watch:
                 ``int``.
             ValueError: ``last`` is less than 1.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be an ampopt.Optimizer, got {type(optimizer).__module__}."
-                f"{type(optimizer).__name__}: import it from ampopt, or call "
-                "ampopt.patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
         check_count("last", last)
         observers = optimizer._ampopt.observers
         if observers.watch is not None:
