@@ -192,7 +192,8 @@ class ElementwiseOptimizer(Optimizer):
             ours.untold_scale.warn()
             request = Request(check=False)
         decision = ours.runner.step(ours.observers.extend(request))
-        ours.note_norm(request, decision)
+        if request.max_norm is not None:
+            ours.note_norm(decision)
         if handoff is not None:
             handoff.leave_for_scaler(self, decision)
         return loss

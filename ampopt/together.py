@@ -104,7 +104,8 @@ def unscale_and_step(
             ours = optimizer._ampopt
             ours.attempt(step)
             ours.phase.mark_stepped(scale, next_scale)
-            ours.note_norm(request, decision)
+            if max_norm is not None:
+                ours.note_norm(decision)
     finally:
         for optimizer in optimizers:
             optimizer._ampopt.accumulation.restore_gradients()

@@ -96,7 +96,7 @@ class RuleRunner(RefersToOptimizer):
     @property
     def rule(self) -> Rule:
         """The rule to run."""
-        return self.optimizer.rule if self._rule is None else self._rule
+        return self._rule or self.optimizer.rule
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy:
@@ -117,8 +117,8 @@ class RuleRunner(RefersToOptimizer):
         elif self.masters.read_early is not None:
             self.masters.warn_of_early_reading()
         self.decision = None  # hooks in torch's own step must not read the last one
-        plan = self.plan
-        if plan is None or not plan.revalidate(self.optimizer, self.rule):
+        plan, optimizer = self.plan, self.optimizer
+        if plan is None or not plan.revalidate(optimizer, self._rule or optimizer.rule):
             plan = self._new_plan(plan, request.needs_agreement)
         self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:
@@ -258,7 +258,9 @@ class RuleStep(StepStrategy):
             had_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(False)  # five calls less than torch.no_grad()
             try:
-                self.note_norm(request, self.runner.step(self.observers.extend(request)))
+                decision = self.runner.step(self.observers.extend(request))
+                if request.max_norm is not None:
+                    self.note_norm(decision)
             finally:
                 torch.set_grad_enabled(had_grad)
             mark_as_called(optimizer)
