@@ -45,6 +45,7 @@ PRINTED = {
     "Gradient accumulation": [],
     "Losses with scales of their own": ["65536.0 65536.0"],
     "Sums in float32 for half precision": ["tensor(259.)"],
+    "A bad micro-batch by itself": [],
     "A whole loop": ["True"],
     "Master weights": [
         "{}: 1.00",

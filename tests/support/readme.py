@@ -29,17 +29,17 @@ def headings(page: Path) -> list[str]:
 def blocks() -> dict[str, str]:
     """The Python blocks of README.md and the guides, by the heading above each.
 
-    The blocks of the tutorial are one script, under its title. Where a page has a block under the
-    heading "The script", its differences are applied to that.
+    The blocks of the tutorial are one script, under its title. A difference is applied to the first
+    block of its page, if that comes before it.
     """
     codes: dict[str, str] = {}
     for page in (README, *GUIDES):
-        heading = ""
+        heading, first = "", ""
         for part in _parts(page):
             heading = part["heading"] or heading
             code = part["code"]
-            if part["language"] == "diff" and "The script" in headings(page):
-                code = changed(codes["The script"], code)
+            if part["language"] == "diff" and first:
+                code = changed(first, code)
             elif part["language"] != "python":
                 continue
             if page.stem == "tutorial":
@@ -47,6 +47,7 @@ def blocks() -> dict[str, str]:
                 code = codes.pop(heading, "") + code
             assert heading not in codes, f"two blocks, and only one name for them: {heading}"
             codes[heading] = code
+            first = first or code
     return codes
 
 
