@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt._step.torch_private import uncoalesced_values
 
-__all__ = ["Blueprint", "History", "Layout", "Scale", "elements", "set_gradients"]
+__all__ = ["Blueprint", "History", "Layout", "Scale", "elements", "number_of", "set_gradients"]
 
 Layout = Literal[
     "contiguous", "transposed", "strided", "channels_last", "expanded", "sparse", "duplicated"
@@ -165,6 +165,11 @@ class Scale(_ReprIsCall):
         return makers[self.kind]()
 
 
+def number_of(n: int, what: str) -> str:
+    """``"1 step"`` or ``"2 steps"``."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 @dataclass(frozen=True, repr=False)
 class History(_ReprIsCall):
     """Description of a training: its parameters, and their gradients in every step.
@@ -210,10 +215,6 @@ class History(_ReprIsCall):
     @property
     def size(self) -> str:
         """The size of the example as text: ``"2 parameters, 3 elements, 1 step"``."""
-
-        def number_of(n: int, what: str) -> str:
-            return f"{n} {what}{'' if n == 1 else 's'}"
-
         elements = sum(p.numel for p in self.params)
         return ", ".join(
             (

@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 import torch
 from hypothesis import strategies as st
 
-from ampopt.testing.blueprints import Blueprint, History
+from ampopt.testing.blueprints import Blueprint, History, number_of
 
 __all__ = [
     "Failure",
     "Summary",
-    "explanations",
-    "negative_states",
-    "of_calls",
+    "explained",
     "of_example",
     "summary_of",
 ]
@@ -46,7 +44,7 @@ class Failure:
     size: str
     order: tuple[int, ...]
     message: str
-    explanations: tuple[str, ...]
+    explanations: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
 
     @property
@@ -88,60 +86,44 @@ def of_example(
         # Numbers that the invariant draws itself cannot be drawn again.
         if not any(isinstance(value, st.DataObject) for value in example.values()):
             limits = _LIMITS
-    likely = tuple(explanations(claims, example, limits, passes))
     in_few_bits = _in_full_precision(example) != example
-    signs = {name: {**example, "signed": name} for name in positive if in_few_bits and limits}
-    return Failure(test, size, order, str(error), likely, tuple(negative_states(signs, passes)))
+    signed = {name: {**example, "signed": name} for name in positive if in_few_bits and limits}
+    return explained(
+        Failure(test, size, order, str(error)), example, claims, limits, signed, passes
+    )
 
 
-def of_calls(
-    test: str, error: BaseException, calls: int, claims: Iterable[str], causes: Iterable[str] = ()
-) -> Failure:
-    """Describe the failure of a sequence of ``calls`` calls, which ``claims`` would exclude."""
-    size = f"{calls} call{'' if calls == 1 else 's'}"
-    return Failure(test, size, (calls,), str(error), tuple(claims), tuple(causes))
-
-
-def negative_states(
-    signed: Mapping[str, Example], passes: Callable[[Example], bool]
-) -> Iterator[str]:
-    """Which states that are declared positive explain a failure, in sentences.
-
-    Args:
-        signed: for each such state, the example with that state kept as any other.
-        passes: whether the test passes with another example.
-    """
-    for name, example in signed.items():
-        if passes(example):
-            yield f"State({name!r}, positive=True) becomes negative: remove positive=True"
-
-
-def explanations(
-    claims: Iterable[str],
+def explained(
+    failure: Failure,
     example: Example,
+    claims: Iterable[str],
     limits: Mapping[str, Callable[[Example], Example]],
+    signed: Mapping[str, Example],
     passes: Callable[[Example], bool],
-) -> Iterator[str]:
-    """The claims that would exclude a failure, the likeliest first, each once.
+) -> Failure:
+    """``failure``, with the claims that would exclude it, the likeliest first, and its causes.
 
     A claim that limits the examples, such as ``any_layout``, is among them if the test passes once
     the example is changed to keep within it. A claim without which there is no such test comes
     last.
 
     Args:
-        claims: claims that the test needs.
+        failure: the failure of a test.
         example: the shrunk example.
+        claims: claims that the test needs.
         limits: for each claim that limits the examples, how to keep an example within it.
+        signed: for each state that is declared positive, the example with it kept as any other.
         passes: whether the test passes with another example.
     """
     others = ((hint, change(example)) for hint, change in limits.items())
     hints = [hint for hint, other in others if other != example and passes(other)]
-    yield from dict.fromkeys((*hints, *_left_out(claims)))
-
-
-def _left_out(claims: Iterable[str]) -> Iterator[str]:
-    """The lines that switch off claims without which there is no such test."""
-    yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
+    hints += [f"{claim} = False" for claim in claims if claim != "plain_steps"]
+    causes = (
+        f"State({name!r}, positive=True) becomes negative: remove positive=True"
+        for name, other in signed.items()
+        if passes(other)
+    )
+    return replace(failure, explanations=tuple(dict.fromkeys(hints)), causes=tuple(causes))
 
 
 def _of_history(change: Callable[[History], History]) -> _Limit:
@@ -219,7 +201,7 @@ class Summary:
         """The failures of each contract, the smallest example first, at most a screen."""
         for contract, failures in self._failures.items():
             failures = sorted(failures, key=lambda failure: failure.order)
-            number = f"{len(failures)} invariant{'' if len(failures) == 1 else 's'}"
+            number = number_of(len(failures), "invariant")
             lines = [line for failure in failures for line in failure.lines]
             whole = len(lines) < _LINES
             yield f"{contract}: {number} not kept; the smallest example first"

@@ -1,7 +1,7 @@
 """Invariant: any sequence of calls ends where a plain training with the applied batches ends."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -12,7 +12,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from ampopt.testing.beside import Double
-from ampopt.testing.blueprints import Blueprint
+from ampopt.testing.blueprints import Blueprint, number_of
 from ampopt.testing.changes import Changes, kinds
 from ampopt.testing.claims import (
     Claims,
@@ -23,7 +23,7 @@ from ampopt.testing.claims import (
     settings_of,
     storing,
 )
-from ampopt.testing.failures import explanations, negative_states, of_calls
+from ampopt.testing.failures import Failure, explained
 from ampopt.testing.float64 import Float64
 from ampopt.testing.machine import Call, Machine, call, precondition
 from ampopt.testing.steps import MOST
@@ -93,11 +93,7 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
     except (Exception, pytest.fail.Exception) as error:
         test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
         sequence = CallSequence(cls, of_float64, Machine.last.calls)
-        calls = len(sequence.calls) - 1
-        likely, causes = (), ()
-        if calls >= 0:  # else no optimizer was made
-            likely, causes = sequence.explanations(claims), sequence.causes()
-        contract.failure = of_calls(test, error, max(calls, 0), likely, causes)
+        contract.failure = sequence.failure(test, error, claims)
         raise
 
 
@@ -125,17 +121,17 @@ class CallSequence(NamedTuple):
             machine.teardown()
         return True
 
-    def explanations(self, claims: Sequence[str]) -> Iterator[str]:
-        """The claims that would exclude the failure of a test that needs ``claims``."""
-        return explanations(claims, self, _LIMITS, CallSequence.passes)
-
-    def causes(self) -> Iterator[str]:
-        """The states whose declaration explains the failure."""
-        if self.in_full_precision() == self:
-            return iter(())
-        names = positive_states(maker(self.contract(), self.begin["options"]))
-        signed = {name: self.beginning(signed=name) for name in names}
-        return negative_states(signed, CallSequence.passes)
+    def failure(self, test: str, error: BaseException, claims: Iterable[str]) -> Failure:
+        """Describe the failure of a test that needs ``claims``; the sequence is shrunk."""
+        calls = max(len(self.calls) - 1, 0)
+        failure = Failure(test, number_of(calls, "call"), (calls,), str(error))
+        if not self.calls:  # no optimizer was made
+            return failure
+        signed = {}
+        if self.in_full_precision() != self:
+            names = positive_states(maker(self.contract(), self.begin["options"]))
+            signed = {name: self.beginning(signed=name) for name in names}
+        return explained(failure, self, claims, _LIMITS, signed, CallSequence.passes)
 
     def claiming(self, **claims: Any) -> "CallSequence":
         """The sequence for a contract with other claims."""

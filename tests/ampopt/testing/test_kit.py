@@ -27,7 +27,7 @@ from ampopt.testing import (
     strategies,
 )
 from ampopt.testing.claims import positive_states
-from ampopt.testing.failures import Summary, of_calls, of_example
+from ampopt.testing.failures import Failure, Summary, of_example
 from ampopt.testing.machine import Call
 from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.sequences import CallSequence
@@ -123,7 +123,9 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     for _ in range(20):
         claims, drawn = ("plain_steps", "checkpoints"), {"history": history}
         summary.note("TestMine", of_example("test_it", error, drawn, claims, lambda drawn: False))
-    summary.note("TestMine", of_calls("test_that", error, 2, ["checkpoints = False"]))
+    summary.note(
+        "TestMine", Failure("test_that", "2 calls", (2,), str(error), ("checkpoints = False",))
+    )
     lines = list(summary.lines())
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 110
@@ -218,7 +220,7 @@ def test_of_a_sequence_a_negative_state_is_the_likely_cause_too(bits_, found):
     calls = [Call("begin", {**begin, "kind": "number", "state_bits": bits_}), Call("advance", {})]
     sequence = CallSequence(Contract, False, calls)
     assert sequence.passes() is not found
-    causes = list(sequence.causes())
+    causes = sequence.failure("test_it", AssertionError(), ()).causes
     assert [("'mean'" in cause, "positive=True" in cause) for cause in causes] == [
         (True, True)
     ] * found
@@ -341,10 +343,8 @@ def test_of_a_sequence_only_claims_are_suggested_without_whose_calls_it_passes(c
     sequence = CallSequence(Contract, False, calls)
     assert sequence.passes() is (hint is None)
     if hint is not None:
-        assert list(sequence.explanations(["plain_steps", "continuous"])) == [
-            hint,
-            "continuous = False",
-        ]
+        failure = sequence.failure("test_it", AssertionError(), ("plain_steps", "continuous"))
+        assert failure.explanations == (hint, "continuous = False")
 
 
 def test_gradients_are_edited_where_unscale_has_put_them():
