@@ -10,10 +10,12 @@ from ampopt._step import torch_scaler
 from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.checks import check_options, check_rule
 from ampopt._step.closures import call_closure
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.hyperparameters import check_like, kind_of
+from ampopt._step.hyperparameters import check_like
 from ampopt._step.loading import check_loaded, convert_loaded
 from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
@@ -324,19 +326,21 @@ class ElementwiseOptimizer(Optimizer):
         initial values, because torch expects a parameter to have all of its states, or none. If the
         master equals the parameter, nothing is saved for it; that comparison synchronizes.
         """
-        state_dict = super().state_dict()
+        state_dict, runner = super().state_dict(), self._ampopt.runner
         states = state_dict["state"]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], saved_group["params"], strict=True):
                 if states.get(key, {}).keys() != {MASTER}:
                     continue
-                if not self.rule.all_state_for(self.rule.flag_values(group, kind_of(group, param))):
+                declared = DeclaredStates.of(self.rule, group, param)
+                if not (declared.tensors or declared.scalars):
                     continue
                 if _is_as_made(states[key][MASTER], param):
                     del states[key]
                 else:
-                    states[key] = self._ampopt.runner.completed_state(states[key], group, param)
-        parts = (*self.rule.state, *self._ampopt.runner.second_states)
+                    states[key] = states[key].copy()
+                    complete(declared, states[key], runner.complete_state)
+        parts = (*self.rule.state, *runner.second_states)
         for key, state in states.items():
             if isinstance(state, dict):  # users may keep other values under their own keys
                 states[key] = with_saved_names(state, parts)

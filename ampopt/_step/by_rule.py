@@ -10,18 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import flag_all_reduce
 from ampopt._step.checks import Checks
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.plan import Plan
-from ampopt._step.rule_state import StateCompleter, complete, state_of
+from ampopt._step.rule_state import StateCompleter, state_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -52,6 +50,8 @@ class RuleRunner(RefersToOptimizer):
 
     Attributes:
         checks: checks of parameters, options and states before a step.
+        complete_state: adds scalar states that a checkpoint of torch lacks to the state of a
+            parameter, if the flags need any; or ``None``.
         masters: the master weights of the parameters.
         uploads: constants that earlier steps have copied to a device, by device.
         plan: the plan of the last step; ``None`` before the first.
@@ -77,13 +77,12 @@ class RuleRunner(RefersToOptimizer):
             torchs_step: ``torchs_step(optimizer)`` is the bound ``step`` that the class inherits
                 from torch.
             rule: the rule to run; ``None`` for ``optimizer.rule``.
-            complete_state: adds scalar states that a checkpoint of torch lacks to the state of a
-                parameter, if the flags need any.
+            complete_state: see the class.
             torch_needs_state: whether torch's own step needs a state of each parameter to exist.
         """
         super().__init__(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
-        self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self.complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
         self._second_runners: dict[Rule, RuleRunner] = {}
         self.second_states: dict[State, None] = {}
@@ -153,14 +152,6 @@ class RuleRunner(RefersToOptimizer):
         }
         self._plan_with(absent, needs_agreement=False)
 
-    def completed_state(
-        self, state: dict[str, Any], group: dict[str, Any], param: Tensor
-    ) -> dict[str, Any]:
-        """A copy of ``state``, with the states of ``param`` that a first step would add."""
-        state = state.copy()
-        complete(DeclaredStates.of(self.rule, group, param), state, self._complete_state)
-        return state
-
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
         """A plan of this step, kept for the next; ``None`` if torch's own step has to run."""
         optimizer, rule = self.optimizer, self.rule
@@ -189,7 +180,7 @@ class RuleRunner(RefersToOptimizer):
             planned,
             variants,
             absent,
-            complete_state=self._complete_state,
+            complete_state=self.complete_state,
             needs_agreement=needs_agreement,
         )
 
@@ -200,7 +191,7 @@ class RuleRunner(RefersToOptimizer):
             for index, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
                     declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
-                    state_of(optimizer, declared, self._complete_state)
+                    state_of(optimizer, declared, self.complete_state)
         decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
         # Without hooks: those of the class run around our step already.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)
@@ -209,11 +200,10 @@ class RuleRunner(RefersToOptimizer):
         else:
             call = functools.partial(step, optimizer)
             self.skip_policy.step(optimizer, call, decision)
-        if self._complete_state is not None:  # as loading a checkpoint does
+        if self.complete_state is not None:  # as loading a checkpoint does
             for index, param in gradients.present(optimizer.param_groups):
-                group = optimizer.param_groups[index]
-                if rule.scalar_state_for(rule.flag_values(group, kind_of(group, param))):
-                    self._complete_state(optimizer.state.get(param, {}))
+                if DeclaredStates.of(rule, optimizer.param_groups[index], param).scalars:
+                    self.complete_state(optimizer.state.get(param, {}))
         return decision
 
 
