@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.gradient_terms import added, found_in, overflows_when_added
+from ampopt_kernels.gradient_terms import added, found_in, overflow_of
 from ampopt_kernels.low_bits import master_of, split_master
 from ampopt_kernels.row_column_means import LineSums, sums_of
 from ampopt_kernels.rule import Rule
@@ -35,7 +35,7 @@ Temporaries of this size stay in the cache. With smaller chunks, starting the th
 operation would take longer than the operation."""
 
 
-_added, _overflows_when_added, _found_in = map(bind, (added, overflows_when_added, found_in))
+_added, _overflow_of, _found_in = map(bind, (added, overflow_of, found_in))
 
 
 def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
@@ -66,10 +66,10 @@ def accumulate_gradients(work: Work, request: Request, *, host_sees: bool) -> Pa
             if not grad.numel():
                 continue
             unscaled = grad.to(dtype) * _cast(inverse, dtype)
-            (overflow,) = _overflows_when_added(total, unscaled, (), h, row.flags)
-            flags.append(overflow.any())
+            new, _ = _added(total, unscaled, (), h, row.flags)
+            flags.append(_overflow_of(total, unscaled, new, row.flags).any())
             rows.append(place)
-            total.copy_(_added(total, unscaled, (), h, row.flags)[0])
+            total.copy_(new)
     flag_tensor = as_tensor(flags, torch.float32, work.device)
     return Partials(flag_tensor, None, (GradientReport(flag_tensor, rows, work.owners),))
 

@@ -7,18 +7,12 @@ sum to which a gradient is added, and ``g`` the gradient, unscaled.
 
 from ampopt_kernels.language import jit, tl
 
-__all__ = ["FLUSHED", "MEASURES", "added", "found_in", "overflows_when_added"]
+__all__ = ["FLUSHED", "MEASURES", "added", "found_in", "overflow_of", "overflows_when_added"]
 
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
 MEASURES = 4
 """The number of terms of :func:`found_in` after the first."""
-
-
-@jit
-def _not_finite(x):
-    """1 for each element of ``x`` that is inf or NaN, else 0."""
-    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
 
 
 @jit
@@ -31,9 +25,10 @@ def found_in(p, g, state, h, flags):
         not 0; and whether it is not 0 and at most ``FLUSHED``, to be counted.
     """
     magnitude = tl.abs(g)
-    finite = tl.where(magnitude < float("inf"), magnitude, 0.0)
+    is_finite = magnitude < float("inf")
+    finite = tl.where(is_finite, magnitude, 0.0)
     is_nonzero = finite > 0
-    return _not_finite(g), g, finite, is_nonzero, is_nonzero & (finite <= 2.0**-25)
+    return is_finite == 0, g, finite, is_nonzero, is_nonzero & (finite <= 2.0**-25)
 
 
 @jit
@@ -62,11 +57,24 @@ def added(p, g, state, h, flags):
 
 @jit
 def overflows_when_added(p, g, state, h, flags):
-    """The term of accumulate: whether the gradient is not finite, or makes a finite sum so."""
+    """The term of accumulate: :func:`overflow_of` what :func:`added` returns."""
+    new, _ = added(p, g, state, h, flags)
+    return (overflow_of(p, g, new, flags),)
+
+
+@jit
+def overflow_of(p, g, new, flags):
+    """Whether an element of the gradient ``g`` is not finite, or makes a finite sum so.
+
+    Args:
+        p: the sum before, which does not count if it was not finite then.
+        g: the unscaled gradient.
+        new: the sum after.
+        flags: see :func:`added`.
+    """
     EMPTY: tl.constexpr = flags[0]
-    overflow = _not_finite(g)
+    is_fine = tl.abs(g) < float("inf")
     if not EMPTY:
-        new, _ = added(p, g, state, h, flags)
-        # A sum that was not finite before this gradient is not counted as its overflow.
-        overflow = overflow | (_not_finite(new) & (1 - _not_finite(p)))
-    return (overflow,)
+        was_finite = tl.abs(p) < float("inf")
+        is_fine = is_fine & ((tl.abs(new) < float("inf")) | (was_finite == 0))
+    return is_fine == 0

@@ -86,7 +86,7 @@ class Pass(NamedTuple):
 
     name: str
     decided: bool
-    terms: tuple[int, ...] = ()
+    terms: tuple[str, ...] = ()
     reduce: Any = None
     update: Any = None
     writes: bool = False
@@ -436,7 +436,7 @@ def _with_terms(
     new = ()
     for i in tl.static_range(len(TERMS)):
         if TERMS[i] == "any":
-            total = totals[i] | terms[i]
+            total = totals[i] | terms[i].to(tl.int32)
         elif TERMS[i] == "squares":
             # One fused operation, since some accelerators have few float64 units. The square of a
             # float32 is exact in float64, so fusing does not change the rounding.
