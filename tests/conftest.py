@@ -6,7 +6,6 @@ The fixtures are in ``support.fixtures``.
 import atexit
 import gc
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,10 +24,6 @@ os.environ["TRITON_INTERPRET"] = (
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by torch for deterministic cuBLAS
 if IS_WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"  # one core for each worker and its subprocesses
-# Hundreds of rules, dtypes and flags are compiled, twice as fast with few optimizations. Those of
-# users change no bit, as tests/ampopt_kernels/cpu shows, which has them.
-if "CXX" not in os.environ and (compiler := shutil.which("g++") or shutil.which("clang++")):
-    os.environ["CXX"] = f"{compiler} -O1"
 # Without this, Inductor spends seconds on compiling a program that tests the CPU's vector unit.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -10,6 +10,7 @@ import torch
 
 import ampopt
 from ampopt import backend as backends
+from ampopt_kernels.native import build
 from support import quick_interpreter
 from support.gpus import DEVICE, skip_without_gpu
 from support.local_ranks import Ranks, preloaded_for_ranks
@@ -26,6 +27,9 @@ hypothesis.settings.register_profile("minute", deadline=None, max_examples=40, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
 quick_interpreter.make_it_quick()
+# Hundreds of rules, dtypes and flags are compiled, twice as fast with few optimizations. Those of
+# users change no bit, as tests/ampopt_kernels/cpu shows, which has them.
+build.SPEED["-O"] = "-O1"
 
 
 @pytest.fixture(autouse=True, scope="session")

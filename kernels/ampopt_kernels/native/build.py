@@ -23,8 +23,8 @@ from ampopt_kernels.native import cache
 
 __all__ = ["Library", "cpp_command", "cpp_compiler"]
 
-# Options that are added unless CXX has one that begins with the key.
-_SPEED = {"-O": "-O3", "-march": "-march=native"}
+SPEED = {"-O": "-O3", "-march": "-march=native"}
+"""Options that are added unless ``CXX`` has one that begins with the key. They change no result."""
 # No option that changes a result: IEEE 754 exactly, and a fused multiply-add only where the code
 # calls one.
 _OPTIONS = (
@@ -95,7 +95,7 @@ class Library:
         words = cpp_command()
         if words is None:
             raise FileNotFoundError("there is no C++ compiler")
-        speed = [x for start, x in _SPEED.items() if not any(w.startswith(start) for w in words)]
+        speed = [x for start, x in SPEED.items() if not any(w.startswith(start) for w in words)]
         self._command = [*words, *speed, *_OPTIONS, "-", *options]
         self._key = repr((source, self._command, _identity(words)))
         self._source = source

@@ -267,18 +267,30 @@ def control_kernel(
             where = tl.load(statistics + i).to(tl.pointer_type(tl.float64))
             known = _statistics_at(where, tl.constexpr(STATISTICS[i]))  # pyright: ignore
             checks = checks + ((_numbers_at(settings + SETTINGS * i, SETTINGS), known),)
-        value = _load_if(scale, HAS_SCALE)
+        # Not by a function that returns None, which Triton 3.6 does not compile.
+        value = None
+        if HAS_SCALE:
+            value = tl.load(scale).to(tl.float64)
+        other_flag = None
+        if HAS_EXTERNAL:
+            other_flag = tl.load(external).to(tl.float64)
+        followed = None
+        if FOLLOWS:
+            followed = tl.load(scheduled_by).to(tl.float64)
+        loss_value = None
+        if HAS_LOSS:
+            loss_value = tl.load(loss).to(tl.float64)
         found_inf, skip, clip, cause, scheduled, known = decide(
             tl.max(worst, 0).to(tl.float64),
-            _load_if(external, HAS_EXTERNAL),
+            other_flag,
             value,
             growth,
             budget,
             schedule,
-            _load_if(scheduled_by, FOLLOWS),
+            followed,
             norm,
             limit,
-            _load_if(loss, HAS_LOSS),
+            loss_value,
             checks,
             CHECK,
             DROP,
@@ -310,15 +322,6 @@ def control_kernel(
                     BEFORE, SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS,
                     N_TERMS, COLUMNS, ROWS,
                 )  # fmt: skip
-
-
-@jit
-def _load_if(number, HAS: tl.constexpr):
-    """The element at ``number``, in float64; ``None`` for a step that has no such number."""
-    if HAS:
-        return tl.load(number).to(tl.float64)
-    else:
-        return None
 
 
 @jit

@@ -2,11 +2,10 @@
 
 import pytest
 
-from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.native import build
 
 
 @pytest.fixture(autouse=True)
 def all_optimizations(monkeypatch):
-    """Take the optimizations out of ``CXX``."""
-    if compiler := cpp_compiler():
-        monkeypatch.setenv("CXX", compiler)
+    """Compile as for users; see ``support.fixtures``."""
+    monkeypatch.setitem(build.SPEED, "-O", "-O3")

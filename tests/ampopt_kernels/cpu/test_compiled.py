@@ -188,7 +188,7 @@ def _values(s, h):
     return (*of_one, *of_two, *where, minimum(0.0, x), tl.floor(x) * tl.ceil(y), 0.1), h
 
 
-N_VALUES = len(torch_language.bind(_values)((), (1.0, 1.0))[0])
+N_VALUES = len(torch_language.bind(_values)((), (torch.ones(()), torch.ones(())))[0])
 EVERY_FUNCTION = Rule(
     update=_update,
     scalars=_values,

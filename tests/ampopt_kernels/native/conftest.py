@@ -5,8 +5,7 @@ import tempfile
 
 import pytest
 
-from ampopt_kernels.native import cache
-from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.native import build, cache
 
 
 @pytest.fixture
@@ -23,11 +22,12 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def starts(own_cache, tmp_path, monkeypatch):
     """The arguments of each start of the compiler, beginning with an empty cache."""
-    real = cpp_compiler()
+    real = build.cpp_compiler()
     if real is None or os.name != "posix":
         pytest.skip("there is no compiler, or no shell to count its starts")
     compiler, counted = tmp_path / "compiler", tmp_path / "starts"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {counted}\nexec {real} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setitem(build.SPEED, "-O", "-O3")
     return lambda: counted.read_text().splitlines() if counted.exists() else []
