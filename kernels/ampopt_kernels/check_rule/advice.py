@@ -90,7 +90,10 @@ _BY_PATTERN = {
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
         "is a hyperparameter"
     ),
-    r"[Ss]tarred": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    # Triton 3.6 says no more than AssertionError() of a starred target.
+    r"[Ss]tarred|AssertionError\(\)": (
+        "Write h[0], h[1] for each, and a + (b,) to make a longer tuple"
+    ),
     r"unhashable type: 'list'": (  # of Triton 3.6
         "Unpack one tuple in a statement: a, b = h, then (c,) = state"
     ),
