@@ -300,10 +300,10 @@ def pass_kernel(
         chunk = CHUNK
     index, row, start, numel = chunk_of(table, blocks, program, chunk, COLUMNS)
     if DECIDED:
-        inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+        numbers = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+    else:
+        numbers = numbers_before(coefficients, h_table, HAS_SCALE, N_H, COMPUTE)
     streams = streams_of(row, start, DTYPES, ALIGNS)
-    if not DECIDED:
-        inverse, clip, h = numbers_before(coefficients, h_table, HAS_SCALE, N_H, COMPUTE)
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
     jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
@@ -312,7 +312,6 @@ def pass_kernel(
     if KEYED:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
     tensors = streams, scales, factors_at, place, key, position, jumps
-    numbers = inverse, clip, h
 
     end = end_of(row, start, numel, chunk)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)

@@ -128,6 +128,7 @@ def test_gradients_that_are_unscaled_already_are_not_divided(engine):
     work = Work(CPU, [ParamRow(torch.float32)], [torch.full((3,), 2.0)])
     of_sums = request(4.0, max_norm=1.0, unscaled=True, apply=False)
     partials = ENGINES[engine]().detect(work, of_sums)
+    assert partials.squares is not None
     assert partials.squares.tolist() == pytest.approx([12.0])
     assert ENGINES[engine]().control(work, of_sums, partials).inverse == 1.0
 
