@@ -1,6 +1,7 @@
 """Checkpoints of other systems, loaded as the guides say: the scale continues as it would there."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.optimizers import Plain
-from support.readme import run
+from support.readme import blocks, run
 from support.schedules_of_others import FLOAT32_MAX, SYSTEMS, DeepSpeed, histories
 
 import ampopt
@@ -228,39 +229,42 @@ def test_megatrons_masters_and_states_continue_as_in_megatron(step_in, names):
 
 @pytest.mark.parametrize("base", [ampopt.SGD, AdamW, Plain])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)], ids=str)
-def test_the_recipe_for_sam_skips_an_overflow_of_either_gradient(base, bad, tmp_path):
-    """An overflow of the first gradient alone makes the step that of the weights themselves."""
-    guide = run("Sharpness-aware minimization in two calls", tmp_path)
+def test_the_recipe_for_sam_skips_an_overflow_of_either_gradient(base, bad):
+    """The loop of the guide, in whose second pass the gradients ``bad`` of the two overflow."""
+    guide = blocks()["Sharpness-aware minimization in two calls"]
+    loop = guide[guide.index("for _ in range(10):") : guide.index("print(")]
     results = []
     for scaled in (True, False):
         torch.manual_seed(0)
-        model: Any = torch.nn.Linear(3, 2)
-        sam = guide["SAM"](model.parameters(), base if scaled else base, lr=0.25)
+        model = torch.nn.Linear(3, 2)
+        optimizer = base(model.parameters(), lr=0.25)
+        params, evaluations = list(model.parameters()), itertools.count()
         scale: Any = ampopt.DynamicLossScale(init_scale=2.0**4) if scaled else None
-        for wrong in ((), bad, ()):
-            if not scaled and 1 in wrong:
-                continue
-            evaluations = iter(range(2))
+        names = {"torch": torch, "model": model, "optimizer": optimizer, "scale": scale}
 
-            def backward(scale, evaluations=evaluations, wrong=wrong, model=model):
-                place = next(evaluations)
-                loss = model(torch.eye(3)).square().sum()
-                ampopt.scale_outputs(loss, scale).backward()
-                if scale is None:  # the reference does not move where the other has overflowed
-                    factor = 0.0 if wrong == (0,) and place == 0 else 1.0
-                    for p in model.parameters():
-                        p.grad.mul_(factor)
-                elif place in wrong:
-                    model.bias.grad[0] = float("inf")
+        def backward(names=names, evaluations=evaluations, scaled=scaled):
+            names["optimizer"].zero_grad()
+            loss = names["model"](torch.eye(3)).square().sum()
+            ampopt.scale_outputs(loss, names["scale"]).backward()
+            if scaled and next(evaluations) - 2 in bad:
+                names["model"].bias.grad[0] = float("inf")
 
-            if scaled:
-                scale = guide["step"](sam, model, scale, backward)
-            else:
-                backward(None)
-                sam.first_step()
-                backward(None)
-                sam.second_step()
-        results.append(bits(list(model.parameters())))
         if scaled:
-            assert scale.item() == (2.0**3 if 1 in bad else 2.0**4)
+            names["backward"] = backward
+            exec(loop, names)
+            assert names["scale"].item() == (2.0**3 if 1 in bad else 2.0**4)
+        else:  # a first gradient that overflows moves nothing, a second one skips the step
+            for i in range(10):
+                backward()
+                weights = [p.detach().clone() for p in params]
+                norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+                if i != 1 or 0 not in bad:
+                    for p in params:
+                        p.data += p.grad * 0.05 / norm
+                backward()
+                for p, weight in zip(params, weights, strict=True):
+                    p.data.copy_(weight)
+                if i != 1 or 1 not in bad:
+                    optimizer.step()
+        results.append(bits(params))
     assert results[0] == results[1]

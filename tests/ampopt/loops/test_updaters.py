@@ -129,13 +129,14 @@ class TheirCell:
 
 
 def test_mindspores_cell(tmp_path, capsys):
-    ClippedStep = run("From MindSpore", tmp_path)["ClippedStep"]
+    guide = run("From MindSpore", tmp_path)
     scale_of = run("The loss scale of a checkpoint", tmp_path)["scale_of"]
-    theirs = TheirCell(2.0**12, 20, 0.5, 1e-3)
+    theirs = TheirCell(2.0**12, 20, 1.0, 1e-3)
     model = Weight()
     optimizer = ampopt.SGD(model.parameters(), lr=1e-3)
     start = DynamicLossScale.like("mindspore", init_scale=2.0**12, growth_interval=20)
-    cell = ClippedStep(model, mean, optimizer, start, autocast=None, clip=0.5)
+    options = {"autocast": None, "on_gradients": guide["clip_each"]}
+    cell = guide["ClippedStep"](model, mean, optimizer, start, **options)
     skipped = 0
     for at, number in enumerate(gradients()[:STEPS]):
         overflow = theirs(number)
