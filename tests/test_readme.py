@@ -177,10 +177,10 @@ class Names(dict):
     class Model(torch.nn.Linear):
         """Takes inputs of any dtype, or a batch, of which it returns the loss."""
 
-        def forward(self, inputs):
-            if isinstance(inputs, tuple):
-                return torch.nn.functional.cross_entropy(self(inputs[0]), inputs[1])
-            return super().forward(inputs.to(self.weight.dtype)).float()
+        def forward(self, input):
+            if isinstance(input, tuple):
+                return torch.nn.functional.cross_entropy(self(input[0]), input[1])
+            return super().forward(input.to(self.weight.dtype)).float()
 
     def __missing__(self, name):
         if name != "loss":

@@ -269,8 +269,11 @@ def control_kernel(
             checks = checks + ((_numbers_at(settings + SETTINGS * i, SETTINGS), known),)
         # Not by a function that returns None, which Triton 3.6 does not compile.
         value = None
+        inverse = tl.full((), 1.0, tl.float64)
         if HAS_SCALE:
             value = tl.load(scale).to(tl.float64)
+            if not UNSCALED:
+                inverse = 1.0 / value
         other_flag = None
         if HAS_EXTERNAL:
             other_flag = tl.load(external).to(tl.float64)
@@ -304,9 +307,6 @@ def control_kernel(
             _store_statistics(where, known[i], tl.constexpr(STATISTICS[i]))  # pyright: ignore
         if len(STATISTICS) > 0:
             tl.store(cause_out, cause)
-        inverse = tl.full((), 1.0, tl.float64)
-        if HAS_SCALE and not UNSCALED:
-            inverse = 1.0 / value
         tl.store(found_out, found_inf.to(tl.float32))
         skip = skip + tl.full((), 0.0, tl.float64)
         tl.store(coefficients, skip)
