@@ -311,7 +311,7 @@ def _note(report: Profile) -> None:
         elif not file.startswith(_TORCH):
             break
         frame = frame.f_back
-    if own and own[0].f_code.co_filename == str(_HERE / "_step" / "replay.py"):
+    if own and own[0].f_code.co_filename == str(_HERE / "_step" / "closure_replay.py"):
         report.looks[_REPLAY] += 1
         return
     stepping = any(

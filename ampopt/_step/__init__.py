@@ -17,8 +17,8 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    *detect*, *control* and *update*.
 6. ``ampopt_kernels.cpu.compiled`` is the CPU backend: C++ made from the rule (``cpu.cpp``), called
    once for each pass, with a table that has a row of addresses for each parameter (``cpu.table``).
-   The line that skips a step is in ``Compiled.update``; the decision to skip is made in
-   ``ampopt_kernels.step.Backend.control``.
+   The decision to skip is ``ampopt_kernels.decide``, which ``step.Backend.control`` calls; the line
+   that skips a step is in ``Compiled.update``.
 
 An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
 unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or

@@ -1,4 +1,4 @@
-"""Steps with a closure: evaluate it, and evaluate it again at a lower scale after an overflow.
+"""Steps with a closure, which ``closure_replay`` evaluates again after an overflow.
 
 ``step_with_closure`` unscales and checks the gradients that the closure leaves;
 ``step_with_unscaling_closure`` takes a closure that calls ``unscale`` itself. Both define one
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.closure_replay import Replay, Verdict
 from ampopt._step.observers import as_loss
-from ampopt._step.replay import Replay, Verdict
 from ampopt.loss_scale.arguments import (
     check_bool,
     check_scale_number,

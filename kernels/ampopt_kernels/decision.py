@@ -16,7 +16,7 @@ from torch import Tensor
 from ampopt_kernels.decide import Check
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
-from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest

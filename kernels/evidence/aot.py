@@ -35,9 +35,9 @@ from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
 from ampopt_kernels.decide import LONGEST_WINDOW, RUNNING, Check, Window
 from ampopt_kernels.decision import Request
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.places import Jump, Places
-from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run

@@ -15,7 +15,7 @@ from support.kernel_rows import CPU, ENGINES, each_engine
 from ampopt.testing.bits import bits
 from ampopt_kernels.decide import RUNNING, Check, Window
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.work import Work
 
 INF, NAN = math.inf, math.nan

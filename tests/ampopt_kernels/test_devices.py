@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import ampopt
-from ampopt._step.replay import Replay
+from ampopt._step.closure_replay import Replay
 from ampopt_kernels.devices import captures, carried_into, to_device
 from ampopt_kernels.language import HAS_TRITON
 

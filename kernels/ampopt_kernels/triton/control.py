@@ -190,7 +190,8 @@ def control_kernel(
         external: one element, an overflow flag of the caller, more than 0 for overflow; read if
             ``HAS_EXTERNAL``.
         scale: one element, the loss scale; read if ``HAS_SCALE``.
-        constants: float64, shape (10,): ``policy.PolicyConstants``; read if ``HAS_POLICY``.
+        constants: float64, shape (10,): the ``PolicyConstants`` of ``loss_scale_schedule``; read if
+            ``HAS_POLICY``.
         scheduled_by: one element, the overflow flag that the schedule follows; read if ``FOLLOWS``.
         counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.
         max_norm: float64, one element, the norm to clip to; read if ``NORM``.

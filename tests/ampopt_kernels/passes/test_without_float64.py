@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ampopt_kernels import eager, step, torch_language
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
-from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.step import run
 
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
 from ampopt_kernels.decision import Request
+from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.native import objects
-from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import run
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import passes as triton_passes

@@ -7,7 +7,7 @@ from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.decision import Partials, Request
-from ampopt_kernels.policy import PolicyConstants, next_scale
+from ampopt_kernels.loss_scale_schedule import PolicyConstants, next_scale
 from ampopt_kernels.work import Work
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
