@@ -194,8 +194,7 @@ class ElementwiseOptimizer(Optimizer):
             ours.untold_scale.warn()
             request = Request(check=False)
         decision = ours.runner.step(ours.observers.extend(request))
-        if request.max_norm is not None:
-            ours.note_norm(decision)
+        ours.note_norm(request, decision)
         if handoff is not None:
             handoff.leave_for_scaler(self, decision)
         return loss

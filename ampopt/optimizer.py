@@ -1,6 +1,7 @@
 """``Optimizer``: the base class that gives every optimizer its control points."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.loading import loaded_uncast
-from ampopt._step.observers import as_loss
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
@@ -419,9 +419,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
-        if loss is not None:
-            self._ampopt.observers.loss = as_loss(loss)
-        try:
+        with nullcontext() if loss is None else self._ampopt.observers.with_loss(loss):
             return _step_scaled_gradients(
                 self,
                 closure,
@@ -430,9 +428,6 @@ class Optimizer(torch.optim.Optimizer):
                 max_replays=max_replays,
                 preserve_rng=preserve_rng,
             )
-        finally:
-            if loss is not None:
-                self._ampopt.observers.loss = None
 
     @uncompiled
     def step_after_unscale(

@@ -104,8 +104,7 @@ def unscale_and_step(
             ours = optimizer._ampopt
             ours.attempt(step)
             ours.phase.mark_stepped(scale, next_scale)
-            if max_norm is not None:
-                ours.note_norm(decision)
+            ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
             optimizer._ampopt.accumulation.restore_gradients()

@@ -245,14 +245,8 @@ class RuleStep(StepStrategy):
             finally:
                 self.step_request = None
         else:
-            had_grad = torch.is_grad_enabled()
-            torch.set_grad_enabled(False)  # five calls less than torch.no_grad()
-            try:
-                decision = self.runner.step(self.observers.extend(request))
-                if request.max_norm is not None:
-                    self.note_norm(decision)
-            finally:
-                torch.set_grad_enabled(had_grad)
+            with torch.no_grad():
+                self.note_norm(request, self.runner.step(self.observers.extend(request)))
             mark_as_called(optimizer)
         return StepOutcome(self.runner.decision)
 

@@ -254,8 +254,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         decision = self.masters.unscale(
             self.observers.extend(request), self.agreement(), self.uploads
         )
-        if request.max_norm is not None:
-            self.note_norm(decision)
+        self.note_norm(request, decision)
         return decision
 
     def _end_cycle(self, request: Request) -> Decision | None:
@@ -268,9 +267,10 @@ class StepStrategy(RefersToOptimizer, ABC):
             self.phase.cycle.decision_device,
         )
 
-    def note_norm(self, decision: Decision | None) -> None:
-        """Set :attr:`grad_norm` to that of ``decision``. Without gradients the norm is 0."""
-        self.grad_norm = self.no_overflow() if decision is None else decision.norm
+    def note_norm(self, request: Request, decision: Decision | None) -> None:
+        """Set :attr:`grad_norm` if ``request`` clips. Without gradients the norm is 0."""
+        if request.max_norm is not None:
+            self.grad_norm = self.no_overflow() if decision is None else decision.norm
 
     # --- device and ranks -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Arithmetic on numbers (``h``, and all of ``Rule.scalars``) is done in float64, w
 Python's functions.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +111,12 @@ class Kind(NamedTuple):
         return roles
 
 
+@functools.cache
+def _preamble() -> str:
+    """The C++ with which every library begins."""
+    return Path(__file__).with_name("preamble.h").read_text(encoding="utf-8")
+
+
 def source_of(kind: Kind) -> str:
     """Translate a rule to C++: one library with a function for each pass over a table.
 
@@ -127,8 +134,7 @@ def source_of(kind: Kind) -> str:
         jumps=places.NUMBERS * kind.jumps,
         worth_threads=WORTH_THREADS,
     )
-    preamble = Path(__file__).with_name("preamble.h").read_text(encoding="utf-8")
-    parts = [preamble, head]
+    parts = [_preamble(), head]
     parts += [random_numbers.CPP] * kind.placed + [places.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 
