@@ -138,7 +138,9 @@ def kernels(device: torch.device) -> Iterator[list[str]]:
     from torch.profiler import ProfilerActivity, profile
 
     names: list[str] = []
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    # With acc_events torch does not warn that it forgets the events of earlier cycles.
+    with profile(activities=activities, acc_events=True) as profiler:
         yield names
         torch.cuda.synchronize(device)
     names += [

@@ -1,9 +1,11 @@
 """torch's own table of optimizers and options, and trainings to compare with torch."""
 
+import importlib.machinery
 import importlib.util
 import sys
 import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,7 @@ def _optim_db() -> list[Any]:
     if importlib.util.find_spec("expecttest") is None:
         # torch's test utilities import it for golden files, which the table does not use.
         stub: Any = types.ModuleType("expecttest")
+        stub.__spec__ = importlib.machinery.ModuleSpec("expecttest", None)
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     ours = hypothesis.settings()
@@ -47,7 +50,9 @@ def _optim_db() -> list[Any]:
     operators = "torch.testing._internal.common_methods_invocations"
     stands_in = sys.modules.setdefault(operators, types.ModuleType(operators))
     stands_in.__dict__.setdefault("DecorateInfo", lambda *args, **kwargs: None)
-    from torch.testing._internal.common_optimizers import optim_db
+    with warnings.catch_warnings():  # where there is a GPU, torch imports numba, which warns
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_optimizers import optim_db
 
     if not hasattr(stands_in, "op_db"):
         del sys.modules[operators]

@@ -53,5 +53,5 @@ def _states_on_the_host(record: PartRecord, device: torch.device) -> None:
     except (RuntimeError, ValueError) as error:
         message = str(error)
     torch.cuda.synchronize(device)
-    right = "device" in message or message == "states followed"
+    right = "is on cpu, the parameter on" in message or message == "states followed"
     record.check("states on the host", right and bool(param.isfinite().all()), message)

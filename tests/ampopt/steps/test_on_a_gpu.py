@@ -344,7 +344,7 @@ def test_the_sanitizer_finds_nothing(tool, tmp_path):
         pytest.skip("compute-sanitizer is not installed")
     script = tmp_path / "checked.py"
     script.write_text(CHECKED, encoding="utf-8")
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     settings = {
         "PYTHONPATH": f"{root}:{root / 'kernels'}",
         "TRITON_INTERPRET": "0",

@@ -18,6 +18,7 @@ from torch import Tensor
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep
 from ampopt._step.small_states import of_any_size
+from ampopt.backend import lacking
 from ampopt.testing.bits import bits, state_of
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt.train_step import cuda_graphs
@@ -33,6 +34,8 @@ CAPTURED_AT = 3
 
 @pytest.fixture(autouse=True, scope="module")
 def triton() -> None:
+    if (lacks := lacking("triton")) is not None:
+        pytest.skip(lacks)
     ampopt.set_backend("triton")
 
 
