@@ -125,24 +125,19 @@ def launch_compiled(
     Raises:
         RuntimeError: this is the first launch of a variant, while a CUDA graph is captured.
     """
-    kind, values = [device, kernel], []
-    for name, is_constant in _parameters(kernel):
-        value = arguments[name]
-        if is_constant:
-            kind.append(value)
-        elif isinstance(value, Tensor):
-            kind.append(value.dtype)
-            value = value.data_ptr()
-        values.append(value)
-    compiled = _compiled.get(tuple(kind))
+    passed, constants = (tuple(map(arguments.__getitem__, names)) for names in _names(kernel))
+    dtypes = tuple([value.dtype for value in passed if isinstance(value, Tensor)])
+    variant = device, kernel, dtypes, constants
+    compiled = _compiled.get(variant)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*values)
+        numbers = [v.data_ptr() if isinstance(v, Tensor) else v for v in passed]
+        compiled[(programs, 1, 1)](*numbers, *constants)
         return
     name = name_of(kernel, arguments)
     refuse_while_captured(device, f"the first launch of {name}, which is compiled and loaded then")
     compiled = kernel[(programs,)](**arguments, **options)
     if hasattr(compiled, "__getitem__"):  # an interpreted kernel returns None
-        _compiled[tuple(kind)] = compiled
+        _compiled[variant] = compiled
 
 
 def name_of(kernel: Any, arguments: Mapping[str, Any]) -> str:
@@ -151,9 +146,12 @@ def name_of(kernel: Any, arguments: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
-    """The name of each parameter, and whether it is a compile-time constant."""
-    return tuple((p.name, p.is_constexpr) for p in kernel.params)
+def _names(kernel: Any) -> tuple[list[str], list[str]]:
+    """The names of the arguments passed at run time, and of those of compile time after them."""
+    names: tuple[list[str], list[str]] = [], []
+    for parameter in kernel.params:
+        names[parameter.is_constexpr].append(parameter.name)
+    return names
 
 
 def tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:

@@ -54,7 +54,7 @@ from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of, tensor
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.places import jumps_of, places_of
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
-from ampopt_kernels.triton.table import Table, state_columns
+from ampopt_kernels.triton.table import Launch, Table, state_columns
 from ampopt_kernels.work import Work
 
 __all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
@@ -140,53 +140,62 @@ def pass_launches(
         parts: see ``pass_kernel``; ``None`` if the pass has no such terms.
     """
     table = Table.of(work)
-    pointer = functools.partial(tensor_or, table.rows)
-    for group in table.launches:
-        row, ahead = group.like, 1
-        if of.name == "detect":
-            row, ahead = group.gradient, AHEAD * THREADS // (row.grad_dtype.itemsize * table.block)
-        means = row.row_column_means
+    width = 0 if h is None else h.shape[1] if of.decided else 1
+    kind = of.name, of.terms, of.writes, coefficients is not None, width
+    constants = table.constants.get(kind)
+    if constants is None:
+        table.constants[kind] = constants = [
+            _constants(work, of, group, coefficients is not None, width) for group in table.launches
+        ]
+    pointers = {
+        "coefficients": tensor_or(table.rows, coefficients),
+        "h_table": tensor_or(table.rows, h),
+        "flags": tensor_or(table.rows, flags),
+        "parts": tensor_or(table.rows, parts),
+    }
+    for group, known in zip(table.launches, constants, strict=True):
+        arguments = {"table": table.rows, "blocks": table.blocks, "first": group.start, **pointers}
         yield (
             group.programs,
-            {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "chunk": table.chunk,
-                "n_parts": table.n_blocks,
-                "coefficients": pointer(coefficients),
-                "h_table": pointer(h),
-                "flags": pointer(flags),
-                "parts": pointer(parts),
-                "PASS": of.name,
-                "DECIDED": of.decided,
-                "HAS_SCALE": coefficients is not None,
-                "REDUCE": of.reduce,
-                "TERMS": of.terms,
-                "WRITE": of.writes,
-                "UPDATE": of.update,
-                "DRAWS": of.draws,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes),
-                "ALIGNS": group.aligns_of(row.dtypes),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
-                "N_H": 0 if h is None else h.shape[1] if of.decided else 1,
-                "HAS_COPY": row.copy is not None,
-                "LOW": row.low is not None,
-                "STOCHASTIC": row.rounds,
-                "KEYED": row.keys is not None,
-                "JUMPS": len(row.places.jumps),
-                "OF_ROWS": () if means is None else means.of_rows,
-                "EVEN": 1 if means is None else group.even,
-                **arguments_of(row.codecs, len(row.dtypes)),
-                "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
-                "COLUMNS": table.columns,
-                "CHUNK": None if of.name == "detect" else table.chunk,
-                # Half as many elements, or Adam would need 160 registers.
-                "BLOCK": table.block // 2 if of.update and row.is_coded else table.block,
-                "AHEAD": ahead,
-            },
+            {**arguments, "chunk": table.chunk, "n_parts": table.n_blocks, **known},
         )
+
+
+def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int) -> dict[str, Any]:
+    """The compile-time arguments of a launch of ``pass_kernel``."""
+    table, row, ahead = Table.of(work), group.like, 1
+    if of.name == "detect":
+        row, ahead = group.gradient, AHEAD * THREADS // (row.grad_dtype.itemsize * table.block)
+    means = row.row_column_means
+    return {
+        "PASS": of.name,
+        "DECIDED": of.decided,
+        "HAS_SCALE": has_scale,
+        "REDUCE": of.reduce,
+        "TERMS": of.terms,
+        "WRITE": of.writes,
+        "UPDATE": of.update,
+        "DRAWS": of.draws,
+        "FLAGS": row.flags,
+        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes),
+        "ALIGNS": group.aligns_of(row.dtypes),
+        "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+        "N_H": width,
+        "HAS_COPY": row.copy is not None,
+        "LOW": row.low is not None,
+        "STOCHASTIC": row.rounds,
+        "KEYED": row.keys is not None,
+        "JUMPS": len(row.places.jumps),
+        "OF_ROWS": () if means is None else means.of_rows,
+        "EVEN": 1 if means is None else group.even,
+        **arguments_of(row.codecs, len(row.dtypes)),
+        "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
+        "COLUMNS": table.columns,
+        "CHUNK": None if of.name == "detect" else table.chunk,
+        # Half as many elements, or Adam would need 160 registers.
+        "BLOCK": table.block // 2 if of.update and row.is_coded else table.block,
+        "AHEAD": ahead,
+    }
 
 
 @functools.partial(kernel, name=lambda compiled: name_of(None, compiled.constants))

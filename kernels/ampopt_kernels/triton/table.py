@@ -31,7 +31,7 @@ number of launches depends neither on the number of tensors nor on that of group
 import functools
 import operator
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ class Table:
         lines: the :class:`~ampopt_kernels.triton.lines.Lines` that the rule averages over; ``None``
             until they are needed.
         prepared: whether the launches of update are compiled.
+        constants: the compile-time arguments of each launch, by kind of pass; see ``passes.py``.
     """
 
     rows: Tensor
@@ -142,6 +143,7 @@ class Table:
     grads_version: int
     lines: Any = None
     prepared: bool = False
+    constants: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def n_blocks(self) -> int:
