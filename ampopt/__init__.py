@@ -59,7 +59,7 @@ from ampopt.precision.levels import Precision
 from ampopt.profiling import profile
 from ampopt.results import StepResult, Unscaled
 from ampopt.scheduler_gate import lr_scheduler_gate
-from ampopt.skipping import skip_when
+from ampopt.skip_conditions import skip_when
 from ampopt.third_party import extend, patch_optimizer
 from ampopt.together import unscale_and_step
 from ampopt.train_step import TrainStep

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import RuleRunner, RuleStep
-from ampopt._step.checks import check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import check_like
 from ampopt._step.loading import check_loaded, convert_loaded
 from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.param_checks import check_options, check_rule
 from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -33,9 +33,9 @@ from ampopt.options import (
     needs_master,
 )
 from ampopt.results import Unscaled
-from ampopt_kernels.decision import Request
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.step_data import Request
 
 __all__ = ["ElementwiseOptimizer"]
 

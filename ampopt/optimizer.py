@@ -18,7 +18,7 @@ from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_f
 from ampopt.loss_scale.scalings import note_told
 from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
-from ampopt_kernels.decision import Request
+from ampopt_kernels.step_data import Request
 
 __all__ = ["Optimizer", "check_optimizer", "step_scaled_gradients"]
 

@@ -18,10 +18,10 @@ from ampopt import optim
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.ranks import check_process_group
+from ampopt._step.skip_policy import SKIP_BY
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
 from ampopt._step.torch_scaler import following_unscale
-from ampopt._step.transaction import SKIP_BY
 from ampopt.optimizer import Optimizer
 
 __all__ = ["extend", "patch_optimizer"]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
 from ampopt.optimizer import Optimizer
 from ampopt.results import StepResult, as_flag
-from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.gradient_reports import GradientReport, Owner
+from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["unscale_and_step"]
 

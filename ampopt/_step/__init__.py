@@ -8,11 +8,11 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
    its ``guards`` that only gradients and hyperparameters have changed. Otherwise
-   ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``checks``,
+   ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``param_checks``,
    ``state_checks``), makes missing states (``rule_state``), and collects the tensors of each
-   parameter (``rows``).
-4. ``plan.Plan.run`` runs the step. With several ranks, ``all_reduce`` combines overflow flag and
-   norm; ``sharding`` has what ``DTensor`` parameters need.
+   parameter (``param_rows``).
+4. ``plan.Plan.run`` runs the step. With several ranks, ``rank_agreement`` combines overflow flag
+   and norm; ``sharding`` has what ``DTensor`` parameters need.
 5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:
    *detect*, *control* and *update*.
 6. ``ampopt_kernels.cpu.compiled`` is the CPU backend: C++ made from the rule (``cpu.cpp``), called
@@ -22,5 +22,5 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 
 An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
 unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or
-called and rolled back (``transaction``).
+called and rolled back (``skip_policy``).
 """

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, AccumulationCycle, refuse_sparse
-from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.overflow import check_and_unscale
+from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Work
 
 __all__ = ["end_cycles"]
 

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement, FlagAllReduce, flag_all_reduce
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale, device_of, works_of
+from ampopt._step.rank_agreement import Agreement, FlagAllReduce, flag_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Decision, Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["DROPS", "Accumulation", "AccumulationCycle", "refuse_sparse"]
 

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import flag_all_reduce
-from ampopt._step.checks import Checks
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
+from ampopt._step.rank_agreement import flag_all_reduce
 from ampopt._step.rule_state import StateCompleter, state_of
 from ampopt._step.sharding import dtensor
+from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
-from ampopt._step.transaction import SkipPolicy, skip_policy_of
-from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.tensors import real
 from ampopt_kernels.uploads import Uploads
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import drops
 from ampopt.nonfinite import found_now, look_again
-from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import ACCELERATORS
+from ampopt_kernels.step_data import Decision
 
 __all__ = ["Replay", "Verdict"]
 

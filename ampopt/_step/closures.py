@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement
 from ampopt._step.closure_replay import Replay, Verdict
 from ampopt._step.observers import as_loss
+from ampopt._step.rank_agreement import Agreement
 from ampopt.loss_scale.arguments import (
     check_bool,
     check_scale_number,
@@ -27,7 +27,7 @@ from ampopt.loss_scale.arguments import (
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.scalings import note_told
 from ampopt.results import StepResult, as_flag, reports_of
-from ampopt_kernels.decision import Decision
+from ampopt_kernels.step_data import Decision
 
 __all__ = ["call_closure", "step_with_closure", "step_with_unscaling_closure"]
 

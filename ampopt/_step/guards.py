@@ -22,8 +22,8 @@ from ampopt._step.gradients import (
 )
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
+from ampopt._step.param_rows import RuleRows, like_gradient
 from ampopt._step.ranks import REPLICATED
-from ampopt._step.rows import RuleRows, like_gradient
 from ampopt._step.sharding import dtensor
 from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.native.objects import MISFIT, IdentityGuard, LayoutGuard, addresses

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
-from ampopt._step.rows import keys_of
+from ampopt._step.param_rows import keys_of
 from ampopt._step.rule_state import convert, widen_scalars
 from ampopt._step.small_states import KEYS, codes_key, scale_key
 from ampopt._step.tensor_subclasses import copy_of, inner_names

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement, flag_all_reduce
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
 from ampopt.options import has_masters, master_bits, needs_master
-from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
 from ampopt_kernels.rule import MASTER
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["Observers", "as_loss"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleRunner
-from ampopt._step.snapshot import Snapshot
+from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
+from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
-from ampopt._step.transaction import SkipPolicy, skip_policy_of
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["OrdinaryStep"]
 

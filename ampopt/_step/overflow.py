@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import FlagAllReduce
+from ampopt._step.rank_agreement import FlagAllReduce
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Decision, Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import dense_like, overlaps_itself, sharing_memory
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import ParamRow, Work
 
 __all__ = [
     "check_and_unscale",
@@ -34,7 +34,7 @@ def decided_elsewhere(
 
     Args:
         request: the request of the call.
-        all_reduce: what :func:`~ampopt._step.all_reduce.flag_all_reduce` returned.
+        all_reduce: what :func:`~ampopt._step.rank_agreement.flag_all_reduce` returned.
         device: the device of the decision; ``None`` if there are no parameters.
 
     Returns:
@@ -62,7 +62,7 @@ def check_and_unscale(
     Args:
         with_grads: the parameters with gradients, of one optimizer or of several.
         request: the scale and what else to check; nothing is stepped.
-        all_reduce: what :func:`~ampopt._step.all_reduce.flag_all_reduce` returned.
+        all_reduce: what :func:`~ampopt._step.rank_agreement.flag_all_reduce` returned.
         decision_device: the device of the decision if there are no gradients on this rank.
         write: whether to unscale the gradients in place.
         uploads: constants that earlier calls have copied to a device, by device.

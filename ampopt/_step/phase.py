@@ -25,7 +25,7 @@ from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, AccumulationCycle
 from ampopt._step.masters import Masters
 from ampopt.loss_scale.base import AnyScale
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["Pending", "Phase"]
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from ampopt._step import ranks
-from ampopt._step.all_reduce import Agreement, flag_all_reduce
-from ampopt._step.checks import PlannedParam
 from ampopt._step.gradients import params_of
 from ampopt._step.guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
@@ -26,15 +24,17 @@ from ampopt._step.overflow import (
     decided_elsewhere,
     works_of,
 )
+from ampopt._step.param_checks import PlannedParam
+from ampopt._step.param_rows import RuleRows
+from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
-from ampopt._step.rows import RuleRows
 from ampopt._step.rule_state import StateCompleter
-from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.step_data import Coefficients, Decision, Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.tensors import may_overlap
 from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Work
 
 __all__ = ["Plan"]
 
@@ -69,7 +69,7 @@ class Plan:
             rule: the update rule to run.
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
-            planned: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
+            planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
             variants: the same.
             absent: see :meth:`TensorGuard.absent`.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.

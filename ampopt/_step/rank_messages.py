@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step.rank_settings import RankSettings, digest
-from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
+from ampopt_kernels.step_data import Partials, Request
 from ampopt_kernels.tensors import widest
 
 __all__ = [

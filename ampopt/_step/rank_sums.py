@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.all_reduce import Agreement
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.work import Work
 
 __all__ = ["LinesOfRanks", "RankSums", "SameGradients"]
 
@@ -155,7 +155,7 @@ class LinesOfRanks:
             self._size += sum(math.prod(shape_of_lines(param.shape, lines)) for lines in over)
 
     def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> None:
-        """See :data:`ampopt_kernels.decision.AgreeOnLines`.
+        """See :data:`ampopt_kernels.step_data.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.

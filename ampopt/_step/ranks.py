@@ -1,4 +1,4 @@
-"""Which ranks take part in the all-reduces of an optimizer; :mod:`all_reduce` makes them."""
+"""Which ranks take part in the all-reduces of an optimizer; :mod:`rank_agreement` makes them."""
 
 import gc
 import sys
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import params_of
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import RankSettings
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
@@ -63,7 +63,7 @@ def agreement(
     Args:
         param_groups: the param groups of one optimizer, or of several.
         process_group: the process group that the user named; ``None`` without one.
-        step_has_collectives: see :class:`ampopt._step.all_reduce.Agreement`.
+        step_has_collectives: see :class:`ampopt._step.rank_agreement.Agreement`.
         optimizers: the optimizers of these param groups, to compare their settings.
 
     Returns:
@@ -151,7 +151,7 @@ class AgreementCache:
         """Start with empty caches.
 
         Args:
-            step_has_collectives: see :class:`ampopt._step.all_reduce.Agreement`.
+            step_has_collectives: see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         self._step_has_collectives = step_has_collectives
         self._groups: list[Any] | None = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.shards import Run, places_in, runs_at
+from ampopt._step.sharding.shards import Run, indices_in, runs_at
 from ampopt.options import rounds_stochastically, state_bits
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
 from ampopt_kernels.rule import MASTER, Rule, State
@@ -287,13 +287,13 @@ def _has_whole_blocks(
         n, n_scales = map(_size, (runs, scale_runs))
         if not n and not n_scales:
             continue
-        places, of_blocks = places_in(shape, runs), places_in(of_scales, scale_runs)
-        ends = places.first + n == math.prod(shape) and not places.jumps
+        indices, of_blocks = indices_in(shape, runs), indices_in(of_scales, scale_runs)
+        ends = indices.first + n == math.prod(shape) and not indices.jumps
         if not (
             -(-n // block) == n_scales
             and (n % block == 0 or ends)
-            and places.first == of_blocks.first * block
-            and all(number % block == 0 for jump in places.jumps for number in jump)
+            and indices.first == of_blocks.first * block
+            and all(number % block == 0 for jump in indices.jumps for number in jump)
         ):
             return False
     return True

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
-from ampopt._step.all_reduce import Agreement
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.observers import Observers
 from ampopt._step.overflow import device_of
 from ampopt._step.phase import Pending, Phase
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import LeftOut
 from ampopt._step.torch_private import undo_state_initialization
 from ampopt._step.untold_scale import UntoldScale
 from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
 from ampopt.loss_scale.base import AnyScale
 from ampopt.results import as_flag
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class StepStrategy(RefersToOptimizer, ABC):
             optimizer: the optimizer to step; stored as a weak reference.
             runner: see the class.
             step_has_collectives: whether the step itself calls collectives, as operations on
-                ``DTensor``s do; see :class:`ampopt._step.all_reduce.Agreement`.
+                ``DTensor``s do; see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         super().__init__(optimizer)
         self.runner = runner

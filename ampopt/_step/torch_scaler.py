@@ -22,7 +22,7 @@ from ampopt._step.step_hooks import SCALER_WRAPPER, beneath_hooks, has_own_step,
 from ampopt._step.stepping import StepOutcome
 from ampopt._step.torch_private import uncompiled
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["ScalerHandoff", "SupportsAmpScaling", "following_unscale", "take_handoff", "wrap_step"]
 

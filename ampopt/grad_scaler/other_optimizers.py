@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients, ranks
-from ampopt._step.all_reduce import flag_all_reduce
 from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.rank_agreement import flag_all_reduce
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import as_flag
-from ampopt_kernels.decision import Request
+from ampopt_kernels.step_data import Request
 
 __all__ = ["Record", "check_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
 

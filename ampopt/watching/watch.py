@@ -21,9 +21,9 @@ from ampopt.watching.alarm import Condition
 from ampopt.watching.found import Found, Gradients, StartingNorms, Statistics
 from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
-from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
+from ampopt_kernels.step_data import Decision
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.watch_statistics import (
     CAUSES,

@@ -299,7 +299,7 @@ def uniform(position: Tensor, key: int | Tensor, state: int) -> Tensor:
     """A random number in (0, 1) for each element of a state: multiples of 2**-16, float32.
 
     Args:
-        position: place of each element, int64; see ``places``.
+        position: index of each element, int64; see ``element_indices``.
         key: key of the parameter at this step, a number or 0-d int64.
         state: the index of the state; -1 for a 24-bit master. Two states share the bits of a
             random number, the first two with the master.
@@ -360,7 +360,7 @@ def encoded_each(
     Args:
         states: values, 1-d.
         codecs: the codec of each.
-        position: place of each element, int64; ``None`` if no state has a codec.
+        position: index of each element, int64; ``None`` if no state has a codec.
         key: key of the parameter at this step, a number or 0-d int64; ``None`` if no state has a
             codec.
     """

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import codecs
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.gradient_terms import added, found_in, overflow_of
 from ampopt_kernels.low_bits import master_of, split_master
 from ampopt_kernels.row_column_means import LineSums, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
 from ampopt_kernels.torch_language import bind
-from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["CHUNK", "Eager", "accumulate_gradients", "overflows"]
 
@@ -184,13 +184,13 @@ class Eager(Backend):
             h = tuple(_cast(x, dtype) for x in advanced[index])
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.outputs)
-            # Flattened in memory order, by which the places of elements are numbered.
+            # Flattened in memory order, by which the indices of elements are numbered.
             if row.keys is not None or rule.draws or row.row_column_means is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *chunk in _chunks(*tensors):
                 end, position = start + grad.numel(), None
                 if row.keys is not None or rule.draws:
-                    position = row.places.after(start).of(grad.numel(), work.device)
+                    position = row.indices.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
                 full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])

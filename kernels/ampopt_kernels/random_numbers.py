@@ -1,4 +1,4 @@
-"""Random numbers for rules: pure functions of a seed, the step and the place of an element.
+"""Random numbers for rules: pure functions of a seed, the step and the index of an element.
 
 There is no generator state. A skipped step, a retried closure, a checkpoint or another number of
 ranks does not change the numbers, and all backends compute the same bits.
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 PLACE_STRIDE = 1 << 36
-"""Distance between the first places of two parameters: more than the number of elements."""
+"""Distance between the first indices of two parameters: more than the number of elements."""
 
 
 @jit
@@ -57,7 +57,7 @@ def random_bits(position, low, high):
     """32 random bits, ``tl.uint32``, for each element.
 
     Args:
-        position: place of each element, int64.
+        position: index of each element, int64.
         low: low half of a key, ``tl.uint32``.
         high: high half of the key, ``tl.uint32``.
     """
@@ -84,7 +84,7 @@ def element_bits(position, key):
     Elements of one parameter get different bits at one key.
 
     Args:
-        position: place of each element, int64.
+        position: index of each element, int64.
         key: see :func:`key_of_pair`.
     """
     near, far = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)

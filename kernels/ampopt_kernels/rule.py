@@ -348,7 +348,7 @@ class Rule:
 
         Args:
             p: the block of the parameter.
-            position: place of each element, int64; see :class:`ampopt_kernels.places.Places`.
+            position: index of each element, int64; see :mod:`ampopt_kernels.element_indices`.
         """
         return ((position, p),) if self.draws else ()
 

@@ -2,7 +2,7 @@
 
 A number ``x`` between the bfloat16 neighbours ``a < b`` becomes ``b`` with probability
 ``(x - a) / (b - a)``, so that its expected value is ``x``. The random bits are a function of a key
-and the place of the element, so that all backends, and all numbers of ranks, round the same way.
+and the index of the element, so that all backends, and all numbers of ranks, round the same way.
 
 Each parameter has a key, which counts its steps from a start of its own. A skipped step does not
 advance it.
@@ -27,7 +27,7 @@ def rounded_stochastically(x, position, key):
 
     Args:
         x: a block of float32 or float64.
-        position: place of each element, int64; see ``places``.
+        position: index of each element, int64; see ``element_indices``.
         key: key of the parameter at this step, an int64 scalar.
     """
     steps, stream = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -43,7 +43,7 @@ def stochastically(x: Tensor, position: Tensor, key: int | Tensor) -> Tensor:
 
     Args:
         x: float32 or float64, 1-d.
-        position: place of each element, int64, with the shape of ``x``.
+        position: index of each element, int64, with the shape of ``x``.
         key: key of the parameter at this step, a number or 0-d int64.
     """
     return _rounded(x, position, torch.as_tensor(key, device=x.device)).to(torch.bfloat16)

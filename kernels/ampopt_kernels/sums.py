@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.work import Work
 
 __all__ = ["AgreeOnSums", "Sums", "over_all"]
 

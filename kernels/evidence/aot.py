@@ -33,16 +33,16 @@ import torch
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
 from ampopt_kernels.decide import LONGEST_WINDOW, RUNNING, Check, Window
-from ampopt_kernels.decision import Request
+from ampopt_kernels.element_indices import ElementIndices, Jump
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import ParamRow, Work
 from evidence import machine_code
 
 __all__ = ["Case", "RecordedLaunch", "Report", "cases", "count_hyper", "launches", "main"]
@@ -250,7 +250,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
         flags=case.flags,
         keys=torch.zeros((), dtype=torch.int64) if draws else None,
         rounds=by_chance,
-        places=Places(0, (Jump(128, 0, 128),) * case.request.endswith("in columns")),
+        indices=ElementIndices(0, (Jump(128, 0, 128),) * case.request.endswith("in columns")),
         codecs=codecs,
         scales=tuple(
             torch.zeros(1) if codec is not None and codec.has_scales else None for codec in codecs

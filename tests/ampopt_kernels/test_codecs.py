@@ -23,13 +23,13 @@ from ampopt_kernels.codecs import (
     uniform,
 )
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
+from ampopt_kernels.element_indices import ElementIndices, Jump
 from ampopt_kernels.language import HAS_TRITON, jit, tl
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.step import run
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 KEY = 5 << 32 | 7
 CHUNK = 512
@@ -139,9 +139,9 @@ def test_nan_shows_in_its_block_and_infinity_is_the_largest_number():
 
 
 def test_elements_steps_parameters_and_states_draw_different_numbers():
-    places = torch.arange(1 << 12)
+    indices = torch.arange(1 << 12)
     draws = [
-        uniform(places + first, key, state)
+        uniform(indices + first, key, state)
         for first, key, state in [
             (0, KEY, 0),
             (0, KEY, 1),
@@ -179,7 +179,7 @@ def backends():
     return by_name
 
 
-def row_of(n, rule, codecs, *, low=None, places=None):
+def row_of(n, rule, codecs, *, low=None, indices=None):
     """A row of ``n`` elements, and its gradient."""
     param, flags = values(n, seed=n), (False,) * len(rule.flags)
     states = [
@@ -194,7 +194,7 @@ def row_of(n, rule, codecs, *, low=None, places=None):
         scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
         flags=flags,
         keys=torch.tensor(KEY),
-        places=places or Places(),
+        indices=indices or ElementIndices(),
         codecs=codecs,
         scales=tuple(scales for _, scales in states),
     )
@@ -219,11 +219,11 @@ ADAM = (0.1, 0.9, 0.999, 1e-8, 0.01)
 CASES = {
     "built in": (rules.adam, ADAM, (SIGNED, NON_NEGATIVE), {}),
     "bfloat16": (rules.adam, ADAM, (BFLOAT16, BFLOAT16), {}),
-    "a place of 32 bits": (
+    "an index of 32 bits": (
         rules.adam,
         ADAM,
         (BFLOAT16, BFLOAT16),
-        {"places": Places((1 << 32) - 200)},
+        {"indices": ElementIndices((1 << 32) - 200)},
     ),
     "one of two": (rules.adam, ADAM, (None, NON_NEGATIVE), {}),
     "an author's": (rules.adam, ADAM, (EVEN, HALF), {}),
@@ -233,7 +233,7 @@ CASES = {
         rules.adam,
         ADAM,
         (SIGNED, NON_NEGATIVE),
-        {"places": Places(1 << 33, (Jump(128, 0, 256),))},
+        {"indices": ElementIndices(1 << 33, (Jump(128, 0, 256),))},
     ),
     "sums": (rules.lamb, (0.1, 0.9, 0.999, 1e-6, 0.01), (SIGNED, NON_NEGATIVE), {}),
 }
@@ -280,7 +280,7 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
         scales=tuple(t[2:].clone() for t in whole.scales if t is not None),
         scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
         keys=torch.tensor(KEY),
-        places=Places(256),
+        indices=ElementIndices(256),
     )
     backend = backends()[name]
     threads = torch.get_num_threads()

@@ -14,9 +14,9 @@ from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
 from ampopt_kernels.decide import RUNNING, Check, Window
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.loss_scale_schedule import PolicyConstants
-from ampopt_kernels.work import Work
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 
 INF, NAN = math.inf, math.nan
 POLICY = PolicyConstants(2.0, 0.5, 3.0, 2.0, 1.0, 1.0, 0.0, 2.0**-3, 2.0**5)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.loss_scale_schedule import PolicyConstants, next_scale
-from ampopt_kernels.work import Work
+from ampopt_kernels.step_data import Partials, Request
+from ampopt_kernels.step_tensors import Work
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU, fingerprint
 
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, jit
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step import run
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 HALF = st.sampled_from([torch.float16, torch.bfloat16])
 INF, NAN = float("inf"), float("nan")

@@ -18,7 +18,7 @@ from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 __all__ = [
     "BLOCK",

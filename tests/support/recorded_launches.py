@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ampopt_kernels import rules
-from ampopt_kernels.decision import Request
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import launch
-from ampopt_kernels.work import ParamRow, Work
 
 launches, hooked = [], []
 

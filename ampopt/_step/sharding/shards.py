@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt_kernels.places import Jump, Places
+from ampopt_kernels.element_indices import ElementIndices, Jump
 from ampopt_kernels.state import shape_of_lines
 
-__all__ = ["Run", "ShardedMatrix", "boxes", "places_in", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "ShardedMatrix", "boxes", "indices_in", "indices_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -92,7 +92,7 @@ def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tu
         yield tuple(here for here, _ in box), tuple(whole for _, whole in box)
 
 
-def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
+def indices_of(param: Any, local: Tensor, *, contiguous: bool = False) -> ElementIndices:
     """The offset of each local element in the memory of a process that had all of ``param``.
 
     Random numbers depend on that offset, so that they do not depend on the number of ranks.
@@ -104,7 +104,7 @@ def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
     """
     runs = runs_of(param) if is_dtensor(param) else None
     if runs is None or not local.numel():
-        return Places()
+        return ElementIndices()
     whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     whole = torch.empty_like(whole)  # dense where ``param`` is not
     if contiguous:
@@ -112,10 +112,10 @@ def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
     if param.is_complex():
         whole = torch.view_as_real(whole)
         runs.append([Run(0, 2)])
-    return _places(runs, local.stride(), whole.stride())
+    return _indices(runs, local.stride(), whole.stride())
 
 
-def places_in(shape: Sequence[int], runs: list[list[Run]]) -> Places:
+def indices_in(shape: Sequence[int], runs: list[list[Run]]) -> ElementIndices:
     """The offsets of the elements of a shard in a contiguous tensor of ``shape``.
 
     Args:
@@ -124,15 +124,15 @@ def places_in(shape: Sequence[int], runs: list[list[Run]]) -> Places:
     """
     lengths = [sum(run.length for run in of_dim) for of_dim in runs]
     local, whole = (torch.empty(s, device="meta") for s in (lengths, shape))
-    return _places(runs, local.stride(), whole.stride())
+    return _indices(runs, local.stride(), whole.stride())
 
 
-def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -> Places:
-    """Places of a dense tensor with these runs and strides, in one with the strides ``whole``.
+def _indices(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -> ElementIndices:
+    """Indices of a dense tensor with these runs and strides, in one with the strides ``whole``.
 
     The element ``i`` has the index ``i // stride % length`` in a dimension, and
-    ``i // stride % length == i // stride - i // (stride * length) * length``: the place is a sum of
-    quotients of ``i``, each of which is a :class:`~ampopt_kernels.places.Jump`.
+    ``i // stride % length == i // stride - i // (stride * length) * length``: the index in memory
+    is a sum of quotients of ``i``, each a :class:`~ampopt_kernels.element_indices.Jump`.
     """
     sizes: Counter[tuple[int, int]] = Counter(
         {(1, 0): -1}
@@ -155,7 +155,7 @@ def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -
         stride = end
     first = sum(of_dim[0].start * size for of_dim, size in zip(runs, whole, strict=True))
     jumps = [Jump(*at, size) for at, size in sizes.items() if size and stride > at[0] - at[1]]
-    return Places(first, tuple(sorted(jumps)))
+    return ElementIndices(first, tuple(sorted(jumps)))
 
 
 class ShardedMatrix:

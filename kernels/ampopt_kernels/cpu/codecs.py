@@ -40,14 +40,14 @@ CODES = {
 class RandomBits:
     """Random bits for the elements of a block, which two states and a 24-bit master share."""
 
-    def __init__(self, before: list[str], place: str) -> None:
+    def __init__(self, before: list[str], index: str) -> None:
         """Draw nothing yet.
 
         Args:
             before: statements that run once, before the loop over blocks.
-            place: C++ for the place of element ``i``.
+            index: C++ for the index of element ``i``.
         """
-        self._before, self._place = before, place
+        self._before, self._index = before, index
         self._drawn: set[int] = set()
 
     def uniform(self, state: int, program: Program) -> Any:
@@ -70,8 +70,8 @@ class RandomBits:
         self._drawn.add(pair)
         self._before.append(f"const uint32_t key{pair} = key_of_pair(key, {pair});")
         yield f"uint32_t random{pair}[BLOCK];"
-        if self._place == "position + i":
-            # Only the 32 low bits of the place differ, but for at most one carry, which is rare.
+        if self._index == "position + i":
+            # Only the 32 low bits of the index differ, but for at most one carry, which is rare.
             yield (
                 f"const uint32_t near{pair} = uint32_t(position + block);\n"
                 f"const uint32_t here{pair} = key_at(position + block, key{pair});"
@@ -86,7 +86,7 @@ class RandomBits:
         else:
             each = [
                 "const int64_t i = block + j;",
-                f"const uint64_t x = {self._place};",
+                f"const uint64_t x = {self._index};",
                 f"random{pair}[j] = mixed(uint32_t(x) ^ key_at(x, key{pair}));",
             ]
             yield loop("0", "size", each)

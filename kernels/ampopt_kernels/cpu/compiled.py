@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.cpu.table import Table
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import accumulate_gradients
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.gradient_terms import MEASURES
@@ -22,8 +21,9 @@ from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend, reciprocal
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import Work
 
 __all__ = ["Compiled"]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampopt_kernels import places, random_numbers, torch_language
+from ampopt_kernels import element_indices, random_numbers, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import loops
 from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
         n_hyper: the number of hyperparameters, tuples flattened.
         rounds: whether the parameter, bfloat16, is rounded stochastically.
         codecs: the codec of each state, or ``None``. Empty if no state has one.
-        jumps: the number of jumps in the places of the elements; see ``places``.
+        jumps: the number of jumps in the indices of the elements; see ``element_indices``.
     """
 
     rule: Rule
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
     @property
     def placed(self) -> bool:
-        """Whether a row needs the places of its elements, from which random numbers follow."""
+        """Whether a row needs the indices of its elements, from which random numbers follow."""
         return self.keyed or self.rule.draws
 
     @property
@@ -94,8 +94,8 @@ class Kind(NamedTuple):
         widths = self.rule.widths(self.n_hyper)
         if role == "reduce":
             return 2 + widths.reduce
-        of_places = (1 + 2 * self.keyed + places.NUMBERS * self.jumps) * self.placed
-        return 2 + widths.update + of_places
+        of_indices = (1 + 2 * self.keyed + element_indices.NUMBERS * self.jumps) * self.placed
+        return 2 + widths.update + of_indices
 
     @property
     def roles(self) -> "dict[str, Callable[[Kind], str]]":
@@ -131,11 +131,11 @@ def source_of(kind: Kind) -> str:
         tensors=kind.n_tensors,
         scalars=len(kind.scalar_dtypes),
         placed=str(kind.placed).lower(),
-        jumps=places.NUMBERS * kind.jumps,
+        jumps=element_indices.NUMBERS * kind.jumps,
         worth_threads=WORTH_THREADS,
     )
     parts = [_preamble(), head]
-    parts += [random_numbers.CPP] * kind.placed + [places.CPP] * bool(kind.jumps)
+    parts += [random_numbers.CPP] * kind.placed + [element_indices.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 
 
@@ -179,7 +179,7 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
     ]
     inputs = [state or "0" for state in states]
     s, h = numbers("inputs", range(len(dtypes))), numbers("h", range(kind.n_hyper))
-    to_store, of_places = [], []
+    to_store, of_indices = [], []
     if rule.reduces:
         s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
     if stores or not rule.reduces:
@@ -193,12 +193,12 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
         program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
         to_store = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
         if kind.placed:
-            of_places = ["row[FIRST]"]
+            of_indices = ["row[FIRST]"]
             if kind.keyed:  # in halves, as float64 does not hold every int64
                 key = "*(uint64_t*)row[KEY]"
-                of_places += [f"uint32_t({key})", f"uint32_t({key} >> 32)"]
-            of_places += [f"row[JUMPS + {i}]" for i in range(places.NUMBERS * kind.jumps)]
-    results = [*(cast(x, torch.float64) for x in h), *of_places]
+                of_indices += [f"uint32_t({key})", f"uint32_t({key} >> 32)"]
+            of_indices += [f"row[JUMPS + {i}]" for i in range(element_indices.NUMBERS * kind.jumps)]
+    results = [*(cast(x, torch.float64) for x in h), *of_indices]
     program.before += [f"result[{i}] = {x};" for i, x in enumerate(results, 2)]
     inputs.append("0")  # an array has at least one element
     return loops.SCALARS.format(
@@ -206,7 +206,7 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
         inputs=", ".join(inputs),
         n_hyper=kind.n_hyper,
         width=2 + len(results),
-        placed=str(bool(of_places)).lower(),
+        placed=str(bool(of_indices)).lower(),
         statements="\n            ".join(program.before),
         stores="\n        ".join(to_store),
     )
@@ -335,13 +335,13 @@ def _update(kind: Kind) -> str:
     program, coded, low, dtypes = elements.program, elements.coded, elements.low, elements.dtypes
     statements, arguments = elements.statements, elements.arguments
     if kind.placed:
-        program.place = "position + i"
+        program.index = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         if kind.jumps:
-            program.place = "places[i - block]"
-            program.before.append("uint64_t places[BLOCK];")
+            program.index = "indices[i - block]"
+            program.before.append("uint64_t indices[BLOCK];")
             numbers = f"h + {width + 1 + 2 * kind.keyed}"
-            call = f"places_of({numbers}, {kind.jumps}, position, block, size, places);"
+            call = f"indices_of({numbers}, {kind.jumps}, position, block, size, indices);"
             statements.append(call)
     function = torch_language.bind(kind.rule.update, LANGUAGE)
     param, state = function(*arguments, *(program,) * kind.rule.draws)
@@ -350,14 +350,14 @@ def _update(kind: Kind) -> str:
             f"const uint64_t key = (uint64_t)h[{width + 1}] | (uint64_t)h[{width + 2}] << 32;"
         )
     if kind.rounds:
-        chance = f"random_bits({program.place}, key, key >> 32) >> 16"
+        chance = f"random_bits({program.index}, key, key >> 32) >> 16"
         new_param = program.new(torch.float32, cast(param, torch.float32), True)
         param = torch_language.bind(up_or_down, LANGUAGE)(
             new_param, program.new(torch.int32, chance, True)
         )
     new = (param, *state, *[param] * (len(dtypes) - 2 - elements.n_state))
     outputs = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
-    bits = RandomBits(program.before, program.place)
+    bits = RandomBits(program.before, program.index)
     if low:
         program.each.append(low.stored(cast(param, torch.float32)))
         program.after += low.split(bits)

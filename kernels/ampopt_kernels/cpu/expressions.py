@@ -31,7 +31,7 @@ class Program:
         before: statements that run once, before the loop.
         each: statements that run for each element.
         after: statements that run after the elements of each block.
-        place: a C++ expression for the place of an element in the whole parameter, which random
+        index: a C++ expression for the index of an element in the whole parameter, which random
             numbers follow from.
     """
 
@@ -39,7 +39,7 @@ class Program:
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
-    place: str = ""
+    index: str = ""
 
     def body(
         self, tensors: Iterable[int], statements: Iterable[str] = (), *, fetches: bool = False
@@ -344,7 +344,7 @@ def _div_rn(x: Any, y: Any) -> Any:
 def _rand(seed: Any, step: Any, program: Any) -> Any:
     """A random number for each element."""
     seed, step = (cast(x, torch.float32) for x in (seed, step))
-    return program.new(program.compute, f"uniform({seed}, {step}, {program.place})", True)
+    return program.new(program.compute, f"uniform({seed}, {step}, {program.index})", True)
 
 
 def _as_float32(x: Any) -> Any:

@@ -18,7 +18,7 @@ numel          1          number of elements
 group          1          index of the parameter group
 first, key     0 or 2     position of the first element in the whole parameter, and address of the
                           random key (0 for none), if random numbers are computed
-jumps          3 each     period, phase and size; see ``places``
+jumps          3 each     period, phase and size; see ``element_indices``
 =============  =========  =====================================================================
 
 The addresses of the gradients are apart, as they change from step to step: one for each row of the
@@ -40,7 +40,7 @@ from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import EMPTY
 from ampopt_kernels.row_column_means import LineSums
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 __all__ = ["KindTable", "Table"]
 
@@ -102,8 +102,8 @@ class KindTable:
         assert row.param is not None
         integers += (row.param.numel(), row.group)
         if self.kind.placed:
-            integers += (row.places.first, 0 if row.keys is None else row.keys.data_ptr())
-            integers += chain.from_iterable(row.places.jumps)
+            integers += (row.indices.first, 0 if row.keys is None else row.keys.data_ptr())
+            integers += chain.from_iterable(row.indices.jumps)
         return integers
 
     def update(
@@ -238,4 +238,4 @@ def _kind(work: Work, row: ParamRow) -> Kind:
         row.rounds,
         row.codecs if row.is_coded else (),
     )
-    return kind._replace(jumps=len(row.places.jumps)) if kind.placed else kind
+    return kind._replace(jumps=len(row.indices.jumps)) if kind.placed else kind

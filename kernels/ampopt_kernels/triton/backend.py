@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.native import objects
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.launch import Launcher, launch
@@ -27,7 +28,6 @@ from ampopt_kernels.triton.passes import (
 )
 from ampopt_kernels.triton.row_sums import sum_arguments, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table
-from ampopt_kernels.work import Work
 
 __all__ = ["Triton"]
 

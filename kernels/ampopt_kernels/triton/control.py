@@ -7,12 +7,12 @@ import torch
 
 from ampopt_kernels import decide as decide_module
 from ampopt_kernels.decide import decide
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.rule import keep, keep_all
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
-from ampopt_kernels.work import Work
 
 __all__ = ["control_arguments", "control_kernel"]
 

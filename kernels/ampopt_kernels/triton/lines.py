@@ -17,12 +17,12 @@ from torch import Tensor
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.state import shape_of_lines
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import Table, state_columns
-from ampopt_kernels.work import ParamRow, Work
 
 __all__ = ["LineLaunch", "Lines", "line_kernel", "line_launches", "lines_of"]
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from ampopt_kernels.gradient_terms import MEASURES, added, found_in, overflows_when_added
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.low_bits import split
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.stochastic import rounded_stochastically
 from ampopt_kernels.triton.chunks import (
     chunk_of,
@@ -55,7 +56,6 @@ from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.places import jumps_of, places_of
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Launch, Table, state_columns
-from ampopt_kernels.work import Work
 
 __all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
 
@@ -185,7 +185,7 @@ def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int)
         "LOW": row.low is not None,
         "STOCHASTIC": row.rounds,
         "KEYED": row.keys is not None,
-        "JUMPS": len(row.places.jumps),
+        "JUMPS": len(row.indices.jumps),
         "OF_ROWS": () if means is None else means.of_rows,
         "EVEN": 1 if means is None else group.even,
         **arguments_of(row.codecs, len(row.dtypes)),
@@ -286,7 +286,7 @@ def pass_kernel(
         STOCHASTIC: whether the parameter, in bfloat16, is rounded stochastically.
         KEYED: whether the row has a random key.
         JUMPS: the number of gaps in the positions of a row's elements; see
-            ``ampopt_kernels.places``.
+            ``ampopt_kernels.element_indices``.
         OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
             row of the matrix, false if one for each column; see ``row_column_factors.py``.
         EVEN: a number that divides the row length of every matrix with such factors.

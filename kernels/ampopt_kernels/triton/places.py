@@ -7,7 +7,7 @@ __all__ = ["jumps_of", "places_of"]
 
 @jit
 def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
-    """The gaps in the positions of one chunk; see ``ampopt_kernels.places``.
+    """The gaps in the positions of one chunk; see ``ampopt_kernels.element_indices``.
 
     Args:
         end: pointer into the table of addresses, to the column after the row's last jump.

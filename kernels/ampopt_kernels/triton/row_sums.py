@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.triton.launch import PARTS
 from ampopt_kernels.triton.table import Table
-from ampopt_kernels.work import Work
 
 __all__ = ["sum_arguments", "sum_kernel"]
 

@@ -15,7 +15,7 @@ m, n                0 or 2     rows and columns of a matrix, if there are factor
 (padding)                      0, up to the same number of columns in every row
 scales              0 or more  addresses of the scales of states with codecs; see ``codecs``
 scalar states       1 each     addresses of the 0-d states; 0 where the flags omit one
-jumps               3 each     period, phase and size; see ``places``. Padded with 0 in front
+jumps               3 each     period, phase and size; padded with 0 in front
 keys                1          address of the random key of stochastic rounding
 first               1          position of the first element in the whole parameter
 flags               1          index of the row's flags in ``Table.flag_sets``
@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.places import NUMBERS
+from ampopt_kernels.element_indices import NUMBERS
 from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 __all__ = ["BLOCK", "CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
 
@@ -185,7 +185,7 @@ class Table:
         takes_flags = work.rule is not None and work.rule.scalars_arguments > 2
         if takes_flags:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
-        n_jumps = max((len(row.places.jumps) for row in work.rows), default=0)
+        n_jumps = max((len(row.indices.jumps) for row in work.rows), default=0)
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
         aligned: list[bool] = []
@@ -206,9 +206,9 @@ class Table:
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if takes_flags else 0
             keys = 0 if row.keys is None else row.keys.data_ptr()
-            jumps = [n for jump in row.places.jumps for n in jump]
+            jumps = [n for jump in row.indices.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
-            rows += [keys, row.places.first, of_flags]
+            rows += [keys, row.indices.first, of_flags]
             rows += [int(row.in_norm), row.group, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
             means = row.row_column_means

@@ -160,11 +160,11 @@ def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
 
 
 def test_on_a_device_a_skip_is_selected():
-    from ampopt_kernels.decision import Request
     from ampopt_kernels.eager import Eager
     from ampopt_kernels.row_column_means import RowColumnMeans
     from ampopt_kernels.step import run
-    from ampopt_kernels.work import ParamRow, Work
+    from ampopt_kernels.step_data import Request
+    from ampopt_kernels.step_tensors import ParamRow, Work
 
     p, average = torch.ones(2, 3), torch.zeros(2, 3)
     states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]

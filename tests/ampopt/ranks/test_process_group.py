@@ -14,7 +14,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import all_reduce, ranks
+from ampopt._step import rank_agreement, ranks
 
 START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
@@ -266,7 +266,7 @@ def digested(digests: list[int]) -> str:
     optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
     p.grad = torch.ones(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_reduce, "_digest", lambda _: digests[torch.distributed.get_rank()])
+        patch.setattr(rank_agreement, "_digest", lambda _: digests[torch.distributed.get_rank()])
         try:
             optimizer.unscale_and_step(grads_scaled_by=2.0)
         except RuntimeError as error:
@@ -524,8 +524,8 @@ NEED_WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "LARS": ("sums over whole parameters", {"lr": 0.1}),
     "NovoGrad": ("sums over whole parameters", {}),
     "Adafactor": ("sums over whole parameters", {}),
-    "Langevin": ("the place of each element in its parameter, for random", {"lr": 0.1}),
-    "8 bits": ("the place of each element in its parameter, for random", {"state_bits": 8}),
+    "Langevin": ("the index of each element in its parameter, for random", {"lr": 0.1}),
+    "8 bits": ("the index of each element in its parameter, for random", {"state_bits": 8}),
     "stochastic": ("for random", {"param_rounding": "stochastic"}),
     "24 bits": ("to round master weights", {"master_weights": True, "master_bits": 24}),
 }

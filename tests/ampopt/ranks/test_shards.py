@@ -19,7 +19,7 @@ from support.shards import layouts, spread
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.all_reduce import Agreement
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.dtensor import placed_as
 from ampopt.testing.bits import bits

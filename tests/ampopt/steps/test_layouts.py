@@ -23,10 +23,10 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import rules
-from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.step import run
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 pytestmark = pytest.mark.usefixtures("backend")
 

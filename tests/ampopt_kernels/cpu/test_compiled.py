@@ -36,15 +36,15 @@ from ampopt_kernels import (
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.cpu.cpp import WORTH_THREADS
 from ampopt_kernels.cpu.gradients import PART
-from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Coefficients, Decision, Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import ParamRow, Work
 
 pytestmark = [
     pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here"),

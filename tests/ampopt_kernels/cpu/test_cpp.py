@@ -17,14 +17,14 @@ from support.kernel_rows import fingerprint
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.cpu.cpp import Kind, source_of, translate
-from ampopt_kernels.decision import Coefficients, Decision
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.step_data import Coefficients, Decision
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import ParamRow, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 

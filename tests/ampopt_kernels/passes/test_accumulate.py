@@ -17,9 +17,9 @@ from support.kernel_rows import (
 )
 from support.strategies import fewer
 
-from ampopt_kernels.decision import Request
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import ParamRow, Work
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 sums = st.sampled_from([None, 0.0, -1.5, 3e38, float("inf"), float("nan")])

@@ -10,9 +10,9 @@ from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import torch_language
-from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.loss_scale_schedule import PolicyConstants, next_scale
-from ampopt_kernels.work import Work
+from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_tensors import Work
 
 POLICY = PolicyConstants(2.0, 0.5, 3.0, 2.0, 2.0, 1.0, 0.0, 2.0**-3, 2.0**5)
 MANY = 1025

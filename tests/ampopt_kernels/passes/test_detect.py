@@ -21,8 +21,8 @@ from support.kernel_rows import (
     works,
 )
 
-from ampopt_kernels.decision import Request
-from ampopt_kernels.work import ParamRow, Work
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 

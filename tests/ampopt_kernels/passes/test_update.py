@@ -26,11 +26,11 @@ from support.kernel_rows import (
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import rules
-from ampopt_kernels.decision import Request
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.tensors import arithmetic
-from ampopt_kernels.work import Work
 
 ADAM = (0.5, 0.9, 0.999, 0.125, 0.25)
 SGD = (0.5, 0.9, 0.5, 0.25)

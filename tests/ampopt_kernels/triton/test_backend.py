@@ -9,16 +9,16 @@ from support.object_loops import need_object_loops, unavailable_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
-from ampopt_kernels.decision import Request
 from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.native import objects
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import passes as triton_passes
 from ampopt_kernels.triton import table
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import name_of
-from ampopt_kernels.work import ParamRow, Work
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)

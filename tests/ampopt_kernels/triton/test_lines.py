@@ -10,11 +10,11 @@ from support.kernel_rows import CPU
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.decision import Decision
 from ampopt_kernels.row_column_means import RowColumnMeans, sums_of
+from ampopt_kernels.step_data import Decision
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
-from ampopt_kernels.work import ParamRow, Work
 
 MATRIX = (False, False)
 LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([16, 48, 70, 300]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampopt._step.sharding import shards
-from ampopt_kernels.places import Places
+from ampopt_kernels.element_indices import ElementIndices
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def inverse(order: list[int]) -> list[int]:
 
 
 @given(layout=layouts(), order=st.permutations(range(3)), part_order=st.permutations(range(3)))
-def test_places_are_those_of_the_elements_in_the_whole(layout, order, part_order):
+def test_indices_are_those_of_the_elements_in_the_whole(layout, order, part_order):
     """For any memory layout of the whole tensor and of the shard."""
     shape, mesh, placements = layout
     n = torch.Size(shape).numel()
@@ -54,13 +54,13 @@ def test_places_are_those_of_the_elements_in_the_whole(layout, order, part_order
         runs = shards.runs_at(shape, mesh, here, placements)
         assert [sum(run.length for run in runs_of_dim) for runs_of_dim in runs] == list(part.shape)
         if part.numel():
-            places = shards._places(
+            indices = shards._indices(
                 runs, laid_out.permute(inverse(part_order)).stride(), whole.stride()
             )
-            assert torch.equal(places.of(len(expected), CPU), expected)
+            assert torch.equal(indices.of(len(expected), CPU), expected)
             middle = len(expected) // 2
             assert torch.equal(
-                places.after(middle).of(len(expected) - middle, CPU), expected[middle:]
+                indices.after(middle).of(len(expected) - middle, CPU), expected[middle:]
             )
 
 
@@ -76,6 +76,6 @@ def test_what_is_whole_or_begins_with_whole_rows_has_no_jumps():
     ):
         runs = shards.runs_at((4, 6), (2, 2), (1, 1), placements)
         stride = sum(run.length for run in runs[1]), 1
-        places = shards._places(runs, stride, (6, 1))
-        assert (places.first, len(places.jumps)) == (first, jumps)
-    assert Places().of(3, CPU).tolist() == [0, 1, 2]
+        indices = shards._indices(runs, stride, (6, 1))
+        assert (indices.first, len(indices.jumps)) == (first, jumps)
+    assert ElementIndices().of(3, CPU).tolist() == [0, 1, 2]

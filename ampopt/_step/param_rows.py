@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.all_reduce import Agreement
-from ampopt._step.checks import PlannedParam
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.masters import Masters, needs_low_bits
+from ampopt._step.param_checks import PlannedParam
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.shards import ShardedMatrix, places_of
+from ampopt._step.sharding.shards import ShardedMatrix, indices_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt._step.torch_private import is_flattened_by_fsdp1
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.element_indices import ElementIndices
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.step_tensors import ParamRow
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
-from ampopt_kernels.work import ParamRow
 
 __all__ = ["RuleRows", "keys_of", "like_gradient"]
 
@@ -74,7 +74,7 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            planned: what :meth:`ampopt._step.checks.Checks.check_plannable` returned.
+            planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
             absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
@@ -150,10 +150,10 @@ class RuleRows:
         return holder.grad is not None or id(one.tensor) in absent
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def _numbers(self) -> dict[int, int]:
         """The index of each parameter among all of the optimizer, by ``id``."""
         params = gradients.params_of(self._optimizer.param_groups)
-        return {id(param): place for place, param in enumerate(params)}
+        return {id(param): number for number, param in enumerate(params)}
 
     def _row(
         self,
@@ -178,14 +178,14 @@ class RuleRows:
             states = tuple([state[name] for name, _ in variant.states])
             row = ParamRow(grad_dtype, param.detach(), states, None, None, scalars, flags)
             if rule.draws:
-                row.places = self._drawn_places(param, param)
+                row.indices = self._drawn_indices(param, param)
             return row
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
         low = master if master is not None and master.dtype == LOW_BITS else None
         rounds, is_coded = rounds_stochastically(group, param), any(codecs)
         draws = rounds or is_coded or low is not None
-        keys = keys_of(self._optimizer, param, self._places[id(param)]) if draws else None
+        keys = keys_of(self._optimizer, param, self._numbers[id(param)]) if draws else None
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
         averaged_over = rule.averages_for(flags)
@@ -193,9 +193,9 @@ class RuleRows:
         in_order = bool(averaged_over) or is_coded or low is not None
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
-        values, places = dense(p, like), Places()
+        values, indices = dense(p, like), ElementIndices()
         if keys is not None or rule.draws:
-            places = self._drawn_places(param, values, in_order=in_order)
+            indices = self._drawn_indices(param, values, in_order=in_order)
         row = ParamRow(
             grad_dtype,
             param=values,
@@ -209,7 +209,7 @@ class RuleRows:
             flags=flags,
             keys=keys,
             rounds=rounds,
-            places=places,
+            indices=indices,
             codecs=codecs,
             scales=tuple(
                 local(state[scale_key(part.name)]).view(-1)
@@ -226,19 +226,21 @@ class RuleRows:
             )
         return row
 
-    def _drawn_places(self, param: Tensor, values: Tensor, *, in_order: bool = False) -> Places:
-        """The places of ``values``, the elements of ``param``; others for each parameter, if drawn.
+    def _drawn_indices(
+        self, param: Tensor, values: Tensor, *, in_order: bool = False
+    ) -> ElementIndices:
+        """The indices of ``values``, the elements of ``param``; others for each if the rule draws.
 
         Args:
             param: the parameter.
             values: its elements on this rank, as kernels read them.
             in_order: whether they are contiguous in any case.
         """
-        places = places_of(param, values, contiguous=in_order)
+        indices = indices_of(param, values, contiguous=in_order)
         if self._rule.draws:
-            first = places.first + self._places[id(param)] * PLACE_STRIDE
-            places = replace(places, first=first)
-        return places
+            first = indices.first + self._numbers[id(param)] * PLACE_STRIDE
+            indices = replace(indices, first=first)
+        return indices
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
         """``tensor`` if its layout is that of ``like``; else a copy, noted in :attr:`copies`."""
@@ -266,9 +268,9 @@ def _refuse_flattened(
     if rule.sums_up:
         what = "sums over whole parameters"
     elif rule.draws or any(codecs) or rounds_stochastically(group, param):
-        what = "uses the place of each element in its parameter, for random numbers or blocks"
+        what = "uses the index of each element in its parameter, for random numbers or blocks"
     elif needs_master(group, param) and needs_low_bits(group, param):
-        what = "uses the place of each element in its parameter, to round master weights"
+        what = "uses the index of each element in its parameter, to round master weights"
     else:
         return
     raise RuntimeError(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.tensor_only_optimizers import Foreach, made
 from torch import Tensor
 
-from ampopt._step.host_state import HostState
+from ampopt._step.python_state import PythonState
 from ampopt.testing.bits import bits
 
 leaves = st.one_of(
@@ -95,7 +95,7 @@ def test_any_change_to_the_host_state_is_noticed_and_restored(value, data):
     optimizer, _ = made(Foreach)
     optimizer.held = [value]
     before = exactly(value)
-    host = HostState(optimizer)
+    host = PythonState(optimizer)
     assert host.changed_object() is None and host.only_grew() and host.hidden_object is None
     possible = changes(optimizer.held)
     data.draw(st.sampled_from(possible))()
@@ -115,7 +115,7 @@ def test_tensors_are_found_wherever_they_are():
     inner.state[model.weight]["deep"] = deque([{"x": torch.ones(1)}])
     optimizer.model, optimizer.inner = model, inner
     params[0].noted = torch.zeros(1)  # pyright: ignore[reportAttributeAccessIssue]
-    found = {id(t) for t in HostState(optimizer).tensors}
+    found = {id(t) for t in PythonState(optimizer).tensors}
     expected = [*params, params[0].noted, *model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
     expected.append(inner.state[model.weight]["deep"][0]["x"])
     assert {id(t) for t in expected} <= found
@@ -125,4 +125,4 @@ def test_objects_that_refer_to_each_other_are_visited_once():
     optimizer, _ = made(Foreach)
     optimizer.held = [optimizer]
     optimizer.held.append(optimizer.held)
-    assert HostState(optimizer).changed_object() is None
+    assert PythonState(optimizer).changed_object() is None

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.element_indices import ElementIndices
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.low_bits import master_of
 from ampopt_kernels.native.objects import addresses
-from ampopt_kernels.places import Places
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat
@@ -58,7 +58,7 @@ class ParamRow:
         keys: the key of the random numbers of this step, which advances: 0-d int64. ``None`` if
             nothing is rounded stochastically. See ``stochastic``.
         rounds: whether the parameter, bfloat16, is rounded stochastically.
-        places: indices of the elements in the whole parameter, from which random numbers are
+        indices: indices of the elements in the whole parameter, from which random numbers are
             computed. Unused if nothing is drawn.
         row_column_means: what the rule averages over rows or columns of the parameter, if anything.
     """
@@ -75,7 +75,7 @@ class ParamRow:
     owner: Owner = NOBODY
     keys: Tensor | None = None
     rounds: bool = False
-    places: Places = Places()
+    indices: ElementIndices = ElementIndices()
     row_column_means: RowColumnMeans | None = None
     codecs: tuple[Codec | None, ...] = ()
     scales: tuple[Tensor | None, ...] = ()
@@ -129,7 +129,7 @@ class ParamRow:
     def kind(self) -> tuple[Any, ...]:
         """Everything about a row that is compiled in: rows of one launch have the same kind."""
         if self._kind is None:
-            jumps, copies = len(self.places.jumps), self.copy is not None
+            jumps, copies = len(self.indices.jumps), self.copy is not None
             self._kind = (self.dtypes, self.flags, copies, self.rounds, jumps, self.codecs)
         return self._kind
 

@@ -1,6 +1,7 @@
-"""The place of each element of a row: its index in the whole, contiguous parameter.
+"""The index of each element of a row in the whole, contiguous parameter.
 
-Random numbers are computed from places, so that they do not depend on how a parameter is sharded.
+Random numbers are computed from these indices, so that they do not depend on how a parameter is
+sharded.
 """
 
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CPP", "NUMBERS", "Jump", "Places"]
+__all__ = ["CPP", "NUMBERS", "Jump", "ElementIndices"]
 
 
 class Jump(NamedTuple):
-    """A gap that recurs: places of the parameter that another shard has.
+    """A gap that recurs: elements of the parameter that another shard has.
 
     Attributes:
         period: number of elements of the row from one gap to the next; 1 or more.
         phase: number of elements of the first period that come before the row; 0 or more.
-        size: number of places that each gap skips. May be negative.
+        size: number of elements that each gap skips. May be negative.
     """
 
     period: int
@@ -31,37 +32,37 @@ NUMBERS = len(Jump._fields)
 
 
 @dataclass(frozen=True)
-class Places:
-    """The places of all elements of a row, in the order of memory.
+class ElementIndices:
+    """The indices of all elements of a row, in the order of memory.
 
-    The element ``i`` of the row has the place ``first + i + sum((i + phase) // period * size)``,
+    The element ``i`` of the row has the index ``first + i + sum((i + phase) // period * size)``,
     over all jumps. A row that is a whole parameter, or a shard of its first dimension, has no
     jumps; a shard of columns has one, after each of its rows.
 
     Attributes:
-        first: the place of the first element, if the jumps before it are 0.
+        first: the index of the first element, if the jumps before it are 0.
         jumps: gaps of different periods, whose sizes add up.
     """
 
     first: int = 0
     jumps: tuple[Jump, ...] = ()
 
-    def after(self, start: int) -> "Places":
-        """The places of the elements from ``start`` on."""
+    def after(self, start: int) -> "ElementIndices":
+        """The indices of the elements from ``start`` on."""
         jumps = tuple(jump._replace(phase=jump.phase + start) for jump in self.jumps)
-        return Places(self.first + start, jumps)
+        return ElementIndices(self.first + start, jumps)
 
     def of(self, n: int, device: torch.device) -> Tensor:
-        """The places of the first ``n`` elements: int64, shape (n,), on ``device``."""
-        places = torch.arange(self.first, self.first + n, device=device)
+        """The indices of the first ``n`` elements: int64, shape (n,), on ``device``."""
+        indices = torch.arange(self.first, self.first + n, device=device)
         for period, phase, size in self.jumps:
-            places += torch.arange(phase, phase + n, device=device) // period * size
-        return places
+            indices += torch.arange(phase, phase + n, device=device) // period * size
+        return indices
 
 
 CPP = """
-// The places of the elements from ``start`` on; see places.py.
-static inline void places_of(
+// The indices of the elements from ``start`` on; see element_indices.py.
+static inline void indices_of(
     const double* numbers, int64_t n_jumps, uint64_t first, int64_t start, int64_t n, uint64_t* out
 ) {
     for (int64_t j = 0; j < n; ++j) out[j] = first + start + j;

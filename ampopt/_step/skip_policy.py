@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampopt._step.host_state import HostState
+from ampopt._step.python_state import PythonState
 from ampopt._step.tensor_subclasses import memory_of
 from ampopt._step.torch_private import (
     TorchDispatchMode,
@@ -25,8 +25,8 @@ from ampopt._step.torch_private import (
     written_by,
 )
 from ampopt.backend import host_may_look
-from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import to_device
+from ampopt_kernels.step_data import Decision
 
 __all__ = ["Mode", "SKIP_BY", "SkipPolicy", "CopyOnWriteMode", "skip_policy_of"]
 
@@ -175,7 +175,7 @@ class SkipPolicy:
             Whether ``step()`` was called, and what it returned. A step that was rolled back was
             called; a step that was skipped on the host was not.
         """
-        host = None if self.mode == "host" else HostState(optimizer)
+        host = None if self.mode == "host" else PythonState(optimizer)
         if host is not None and host.hidden_object is not None and not self._mode_is_fixed:
             self._read_flag_first(
                 optimizer, f"has state that cannot be inspected: {host.hidden_object}"
@@ -194,7 +194,7 @@ class SkipPolicy:
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
         skip: Tensor,
-        host: HostState,
+        host: PythonState,
     ) -> Any:
         """Step, and undo every write where ``skip`` is true.
 
@@ -227,7 +227,7 @@ class SkipPolicy:
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
         skip: Tensor,
-        host: HostState,
+        host: PythonState,
     ) -> Any:
         """Take a step that is not skipped, and choose the mode by what it has written."""
         before = [(t, _whole(t).clone()) for t in host.tensors]
@@ -246,7 +246,7 @@ class SkipPolicy:
         return result
 
     def _choose_mode(
-        self, optimizer: torch.optim.Optimizer, host: HostState, changed_object: str
+        self, optimizer: torch.optim.Optimizer, host: PythonState, changed_object: str
     ) -> None:
         """Choose the mode of later steps, after a step changed more than tensors."""
         if changed_object != _IN_HOST_MEMORY and host.only_grew() and self._growths < _GROWTHS:

@@ -18,9 +18,9 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.work import Work
 
 __all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
 

@@ -24,8 +24,8 @@ from ampopt._step.rank_settings import RankSettings, digest
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt.backend import backend_for
-from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import RankFlags
+from ampopt_kernels.step_data import Partials, Request
 
 __all__ = ["Agreement", "FlagAllReduce", "flag_all_reduce"]
 
@@ -385,7 +385,7 @@ def flag_all_reduce(
 
 @dataclass
 class FlagAllReduce:
-    """The all-reduce of one decision: what :attr:`ampopt_kernels.decision.Request.agree` calls.
+    """The all-reduce of one decision: what :attr:`ampopt_kernels.step_data.Request.agree` calls.
 
     Attributes:
         agreement: the ranks that take part.

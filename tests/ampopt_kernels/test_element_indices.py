@@ -1,4 +1,4 @@
-"""Random numbers of a row that is a shard depend on the places of its elements."""
+"""Random numbers of a row that is a shard depend on the indices of its elements."""
 
 from typing import Any
 
@@ -8,21 +8,26 @@ from support.langevin import Shaken
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
+from ampopt_kernels.element_indices import ElementIndices, Jump
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.random_numbers import rand
 from ampopt_kernels.step import run
+from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.stochastic import stochastically
-from ampopt_kernels.work import ParamRow, Work
 
 CPU = torch.device("cpu")
 NEAR = (Jump(1, 0, 2), Jump(7, 3, 5), Jump(70, 69, -1))
 FAR = (Jump(3000, 2900, 10**9), Jump(9000, 900, 2**33), Jump(2**35, 2**35 - 5, 3))
-ROWS = [(Places(2**40), 9), (Places(5, NEAR), 300), (Places(5, FAR), 9300), (Places(1, FAR), 40)]
-"""Places and sizes of rows: one chunk or several, with gaps in each block, chunk or row."""
+ROWS = [
+    (ElementIndices(2**40), 9),
+    (ElementIndices(5, NEAR), 300),
+    (ElementIndices(5, FAR), 9300),
+    (ElementIndices(1, FAR), 40),
+]
+"""Indices and sizes of rows: one chunk or several, with gaps in each block, chunk or row."""
 
 
 def backends() -> list[Any]:
@@ -35,13 +40,13 @@ def backends() -> list[Any]:
 
 
 @pytest.mark.parametrize("make", backends(), ids=lambda cls: cls.__name__)
-def test_random_numbers_and_chances_follow_from_the_places(make):
+def test_random_numbers_and_chances_follow_from_the_indices(make):
     rows, backend = [], make()
     for places, n in ROWS:
         p, chance, step = torch.ones(n).bfloat16(), torch.zeros(n), torch.zeros(())
         keys = torch.tensor(2**33, dtype=torch.int64)
         rows.append(
-            ParamRow(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, places=places)
+            ParamRow(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, indices=places)
         )
     grads = [torch.full((n,), 0.3).bfloat16() for _, n in ROWS]
     lr, temperature, seed = 2.0**-7, 0.5, 3.0

@@ -24,7 +24,7 @@ from ampopt._step.tensor_subclasses import inner_names
 from ampopt._step.torch_private import CALLED, HOOKS, LOCAL_TENSOR
 from ampopt_kernels.devices import captures
 
-__all__ = ["HostState"]
+__all__ = ["PythonState"]
 
 _ATTEMPT = frozenset({"_ampopt", "found_inf", "grad_scale", "step", CALLED, *HOOKS})
 """Attributes of an optimizer that a rollback leaves alone: ampopt's own, those that torch's
@@ -100,7 +100,7 @@ class _SavedObject:
         )
 
 
-class HostState:
+class PythonState:
     """A snapshot of what a select on the device cannot restore.
 
     It covers all objects that are reachable from the optimizer through its state, param groups and
