@@ -51,11 +51,12 @@ With sixteen Adam needs 167 registers in place of 70, so a third as many program
 """
 CHUNK = 1 << 12
 """The fewest elements of a program: enough to hide the latency of loading the table."""
-PROGRAMS = 1 << 13
+PROGRAMS = 1 << 14
 """The most programs of a pass, besides one partial chunk for each tensor; chunks grow instead.
 
-A GPU runs one or two thousand programs at a time, and is partly idle during the last wave, so there
-should be several waves. But control has to reduce one flag for each program.
+More programs use the bandwidth better, since those that run at a time are closer together in
+memory, and the last wave is shorter. But control reduces one flag for each program. For the figures
+see "Sizes of chunks" in ``kernels/PREDICTIONS.md``.
 """
 
 
