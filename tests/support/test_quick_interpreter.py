@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def plain_interpreter() -> Iterator[None]:
-    """Undo both patches, and interpret kernels within the block as Triton does."""
+    """Undo the patches, and interpret kernels within the block as Triton does."""
     from triton.runtime import interpreter
 
     ours: Any = interpreter
-    quick = ("_patch_attr", "_patch_lang")
+    quick = ("_patch_attr", "_patch_lang", "_get_np_dtype")
     with pytest.MonkeyPatch.context() as patch, compiler():
         for name in quick:
             original = inspect.unwrap(getattr(ours, name))
