@@ -49,18 +49,6 @@ def megatron(system):
     }
 
 
-def paddle(system):
-    return {
-        "scale": [system.scale],
-        "incr_ratio": 2.0,
-        "decr_ratio": system.decr_ratio,
-        "incr_every_n_steps": system._incr_every_n_steps,
-        "decr_every_n_nan_or_inf": system._decr_every_n_nan_or_inf,
-        "incr_count": system._incr_count,
-        "decr_count": system._decr_count,
-    }
-
-
 ADOPTED = {
     "apex": (
         SYSTEMS["apex"],
@@ -72,7 +60,18 @@ ADOPTED = {
         SYSTEMS["nnabla"],
         lambda page, it: page["scale_of"]("nnabla", it.scale, it._counter, growth_interval=it.N),
     ),
-    "paddle": (SYSTEMS["paddle"], lambda page, it: page["scale_of_paddle"](paddle(it))),
+    "paddle": (
+        SYSTEMS["paddle"],
+        lambda page, it: page["scale_of"](
+            "paddle",
+            it.scale,
+            it._incr_count,
+            budget=it._decr_every_n_nan_or_inf - it._decr_count,
+            hysteresis=it._decr_every_n_nan_or_inf,
+            growth_interval=it._incr_every_n_steps,
+            backoff_factor=it.decr_ratio,
+        ),
+    ),
     "deepspeed without ZeRO": (
         DeepSpeed,
         lambda page, it: page["scale_of_deepspeed"](deepspeed_without_zero(it)),

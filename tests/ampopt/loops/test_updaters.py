@@ -71,7 +71,7 @@ class TheirUpdater:
 
 
 def test_nnablas_updater(tmp_path, capsys):
-    weight_decay = run("From NNabla", tmp_path)["weight_decay"]
+    weight_decay = run("A step of your own", tmp_path)["weight_decay"]
     scale_of = run("The loss scale of a checkpoint", tmp_path)["scale_of"]
     theirs = TheirUpdater(iter(gradients()), 8.0, 20, 1e-4, 1e-4)
     model = Weight()
@@ -129,14 +129,14 @@ class TheirCell:
 
 
 def test_mindspores_cell(tmp_path, capsys):
-    guide = run("From MindSpore", tmp_path)
+    guide = run("A step of your own", tmp_path)
     scale_of = run("The loss scale of a checkpoint", tmp_path)["scale_of"]
     theirs = TheirCell(2.0**12, 20, 1.0, 1e-3)
     model = Weight()
     optimizer = ampopt.SGD(model.parameters(), lr=1e-3)
     start = DynamicLossScale.like("mindspore", init_scale=2.0**12, growth_interval=20)
     options = {"autocast": None, "on_gradients": guide["clip_each"]}
-    cell = guide["ClippedStep"](model, mean, optimizer, start, **options)
+    cell = guide["OwnStep"](model, mean, optimizer, start, **options)
     skipped = 0
     for at, number in enumerate(gradients()[:STEPS]):
         overflow = theirs(number)
