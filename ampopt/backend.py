@@ -177,14 +177,9 @@ def host_looking_away() -> Iterator[None]:
 
 def _cpu_backend(name: str) -> Backend:
     """The backend for CPU tensors if ``name`` is chosen."""
-    if name == "eager" or (name == "auto" and not _can_compile()):
-        return _eager_on_host()
-    return _compiled(name)
-
-
-def _can_compile() -> bool:
-    """Whether there is a C++ compiler, and it has compiled everything so far."""
-    return _has_compiler() and _compiled("auto").works
+    if name == "compiled" or (name == "auto" and _has_compiler() and _compiled(name).works):
+        return _compiled(name)
+    return _eager_on_host()
 
 
 @functools.cache

@@ -180,7 +180,7 @@ class ElementwiseOptimizer(Optimizer):
         handoff = torch_scaler.take_handoff(self, (closure,), {})
         try:
             self.check_step()
-            if ours.phase.cycle is not None:
+            if ours.accumulation.cycle is not None:
                 ours.end_cycle_in_plain_step(has_closure=closure is not None)
             loss = call_closure(closure)
             request = ours.step_request if handoff is None else handoff.request

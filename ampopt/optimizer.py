@@ -554,7 +554,7 @@ def _step_scaled_gradients(
         raise TypeError(
             f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
         )
-    cycle = ours.phase.cycle
+    cycle = ours.accumulation.cycle
     attempt = ours.attempt if cycle is None else ours.attempt_with_sums
     if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
         return StepResult(optimizer.step(), ours.flag(None), None)

@@ -74,7 +74,7 @@ def unscale_and_step(
     scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
         optimizer._ampopt.phase.refuse_stepped(scale)
-    cycles = [optimizer._ampopt.phase.cycle for optimizer in optimizers]
+    cycles = [optimizer._ampopt.accumulation.cycle for optimizer in optimizers]
     is_checked = any(cycle is not None and cycle.is_checked for cycle in cycles)
     if scale is None and max_norm is None and not is_checked:
         for optimizer in optimizers:
@@ -116,7 +116,7 @@ def unscale_and_step(
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
     """The device of the first optimizer that has gradients, or accumulated sums."""
     for optimizer in optimizers:
-        cycle = optimizer._ampopt.phase.cycle
+        cycle = optimizer._ampopt.accumulation.cycle
         if cycle is not None and cycle.params:
             return cycle.decision_device
         if gradients.present(optimizer.param_groups):

@@ -73,7 +73,7 @@ def step_with_closure(
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
         loss = closure(now)
-        if ours.phase.cycle is not None:
+        if ours.accumulation.cycle is not None:
             raise RuntimeError(
                 "the closure of unscale_and_step called accumulate, which a replay cannot undo: "
                 "let the backward passes add gradients up in p.grad, all under the scale that the "

@@ -123,7 +123,7 @@ class OrdinaryStep(StepStrategy):
         """
         if self._decision is not None:
             return None
-        if self.phase.cycle is not None:
+        if self.accumulation.cycle is not None:
             self.end_cycle_in_plain_step(has_closure=has_closure)
         if has_closure:
             self.phase.refuse_pending("step(closure)")

@@ -18,7 +18,6 @@ from ampopt_kernels.uploads import Uploads
 
 __all__ = [
     "check_and_unscale",
-    "decide",
     "decided_elsewhere",
     "device_of",
     "works_of",
@@ -43,7 +42,7 @@ def decided_elsewhere(
     if all_reduce is None or device is None:
         return None
     check_request = replace(request, write=False, apply=False, agree=all_reduce)
-    decision = decide([Work(device, [])], check_request)
+    decision = run(backend_for, [Work(device, [])], check_request)
     return decision.with_schedule_where(all_reduce.ranks > 0, request)
 
 
@@ -89,22 +88,10 @@ def check_and_unscale(
         in_norm = all_reduce is None or all_reduce.agreement.in_norm(tensor, group, owner.key)
         rows.append(ParamRow(grad.dtype, group=group, in_norm=in_norm, owner=owner))
     check_request = replace(request, write=write, apply=False, agree=all_reduce)
-    decision = decide(works_of(rows, grads, uploads), check_request)
+    decision = run(backend_for, works_of(rows, grads, uploads), check_request)
     for values, unscaled_values in copies:
         values.copy_(unscaled_values)
     return decision
-
-
-def decide(works: list[Work], request: Request) -> Decision:
-    """Run ``request`` on ``works``; also compute the norm if a skip condition or a watch needs it.
-
-    With several ranks, a ``measure`` of the norm is of the gradients of all ranks.
-    """
-    if request.max_norm is None and (request.causes or request.measure):
-        of_causes = request.check and any(cause.needs_norm for cause in request.causes)
-        if of_causes or (request.measure and request.agree is not None):
-            request = replace(request, max_norm=float("inf"))  # which clips nothing
-    return run(backend_for, works, request)
 
 
 def works_of(

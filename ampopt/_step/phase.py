@@ -10,8 +10,8 @@ An optimizer is in one of three phases::
                      v
                   pending
 
-*Accumulating* means that sums of gradients wait for a step (:attr:`Phase.cycle`), *pending* that
-gradients are unscaled and no step has used them yet (:attr:`Phase.pending`). Every step, and
+*Accumulating* means that sums of gradients wait for a step (:attr:`Accumulation.cycle`), *pending*
+that gradients are unscaled and no step has used them yet (:attr:`Phase.pending`). Every step, and
 ``zero_grad``, returns to *idle*.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.accumulation import Accumulation, AccumulationCycle
+from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt.loss_scale.base import AnyScale
 from ampopt_kernels.step_data import Decision, Request
@@ -89,11 +89,6 @@ class Phase:
         self._stepped_with: set[weakref.ref[Any]] = set()  # generations of scales
 
     # --- which phase ------------------------------------------------------------------------------
-
-    @property
-    def cycle(self) -> AccumulationCycle | None:
-        """The micro-batches whose sums wait for a step; else ``None``."""
-        return self._accumulation.cycle
 
     @property
     def pending(self) -> Pending | None:
@@ -171,7 +166,7 @@ class Phase:
     def refuse_unfinished(self, call: str) -> None:
         """Raise, naming ``call``, if an unscale is pending or sums wait."""
         self.refuse_pending(call)
-        if self.cycle is not None:
+        if self._accumulation.cycle is not None:
             raise RuntimeError(
                 f"{call}: accumulate() was called, and no step has used the sums yet. Call "
                 "unscale_and_step() first, or zero_grad() to discard them"

@@ -20,7 +20,6 @@ from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale,
-    decide,
     decided_elsewhere,
     works_of,
 )
@@ -29,8 +28,10 @@ from ampopt._step.param_rows import RuleRows
 from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rule_state import StateCompleter
+from ampopt.backend import backend_for
 from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Coefficients, Decision, Request
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.tensors import may_overlap
@@ -203,7 +204,7 @@ class Plan:
             )
         if request.write and not (self._writes_gradients and self._can_write()):
             extended_request = replace(extended_request, write=False)
-        decision = decide(self._works_now, extended_request)
+        decision = run(backend_for, self._works_now, extended_request)
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended_request.write:  # in place, after the update has read them

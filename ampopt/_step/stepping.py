@@ -228,7 +228,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def unscale_for_later(self, scale: AnyScale | None) -> Pending:
         """Unscale the gradients, or end the accumulation cycle, for a step that follows later."""
-        decision, has_sums = None, self.phase.cycle is not None
+        decision, has_sums = None, self.accumulation.cycle is not None
         if has_sums:
             decision = self._end_cycle(request_for(scale))
         elif scale is not None:
@@ -259,12 +259,12 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def _end_cycle(self, request: Request) -> Decision | None:
         """Assign the accumulated sums to ``p.grad``; see ``accumulated_step``."""
-        assert self.phase.cycle is not None
+        assert self.accumulation.cycle is not None
         return accumulated_step.end_cycles(
             [self],
             self.observers.extend(request),
             self.agreement(),
-            self.phase.cycle.decision_device,
+            self.accumulation.cycle.decision_device,
         )
 
     def note_norm(self, request: Request, decision: Decision | None) -> None:

@@ -121,7 +121,7 @@ def take_handoff(
 def _refuse_unfinished(optimizer: Any) -> None:
     """Raise if an unscale is pending, or sums wait: the scaler that steps unscales by itself."""
     name, ours = type(optimizer).__name__, optimizer._ampopt
-    if ours.phase.cycle is not None:
+    if ours.accumulation.cycle is not None:
         raise RuntimeError(
             f"torch.amp.GradScaler steps this {name}, whose accumulate() was called, but does not "
             "support accumulate(). Call optimizer.unscale_and_step(grads_scaled_by=scale) instead "

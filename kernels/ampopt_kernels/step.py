@@ -197,6 +197,8 @@ def run(
     Returns:
         The decision, on the device of the first work.
     """
+    if request.max_norm is None and (request.causes or request.measure):
+        request = request.with_norm()
     first, *others = works
     backends = [backend_for(work.device) for work in works]
     if request.apply:

@@ -61,9 +61,9 @@ class Request:
             :class:`GradientReport`.
         earlier_decision: the decision that ``unscale`` made about the same gradients before this
             step, if there is one.
-        causes: further skip conditions (:func:`ampopt.skip_when`), each with a method
-            ``checks(device)`` that returns its :class:`~ampopt_kernels.decide.Check` objects. They
-            are evaluated if ``check``.
+        causes: further skip conditions (:func:`ampopt.skip_when`), evaluated if ``check``. Each has
+            a method ``checks(device)``, which returns its :class:`~ampopt_kernels.decide.Check`
+            objects, and a property ``needs_norm``.
         loss: the loss of the step, if a cause needs it: one element.
     """
 
@@ -91,6 +91,15 @@ class Request:
         """The checks of all causes, with their statistics on ``device``."""
         causes = self.causes if self.check else ()
         return [check for cause in causes for check in cause.checks(device)]
+
+    def with_norm(self) -> "Request":
+        """A copy that computes the norm and clips nothing, if ``causes`` or ``measure`` need it.
+
+        With several ranks, ``measure`` needs it, of the gradients of all ranks.
+        """
+        of_causes = self.check and any(cause.needs_norm for cause in self.causes)
+        is_needed = of_causes or (self.measure and self.agree is not None)
+        return replace(self, max_norm=float("inf")) if is_needed else self
 
     @property
     def grad_scale(self) -> Tensor | None:

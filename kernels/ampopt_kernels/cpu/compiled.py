@@ -152,8 +152,8 @@ class Compiled(Backend):
             if decision.unscales:
                 _multiply(work.present_grads, inverse)
             return
-        sums = [] if decision.sums is None else [x.contiguous() for x in decision.sums]
-        table, addresses = Table.of(work), [x.data_ptr() for x in sums] or (None, None)
+        sums = () if decision.sums is None else tuple(map(Tensor.contiguous, decision.sums))
+        table, addresses = Table.of(work), tuple(map(Tensor.data_ptr, sums)) or (None, None)
         for rows in table.kinds or ():
             rows.update(table, (inverse, clip), addresses, unscales=decision.unscales)
         if decision.unscales:

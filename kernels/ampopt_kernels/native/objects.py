@@ -33,8 +33,9 @@ EMPTY = 16
 MISFIT = 2
 """What :meth:`LayoutGuard.read` finds of a tensor that has another layout."""
 
-CHECKS = 1000
-"""Checks that run in Python before the compiler is started: about a hundred steps."""
+CHECKS = 200
+"""Calls of :meth:`IdentityGuard.unchanged` that run in Python before the compiler is started: about
+a hundred steps."""
 _LOWEST = 19
 """Niceness of a compiler that takes idle processor time alone. Where torch has a thread on every
 core, one that takes its share of a core makes all of them wait."""
@@ -66,13 +67,11 @@ class Loops:
             if self._library.is_compiled():
                 self.load()
 
-    def get(self) -> ctypes.PyDLL | None:
-        """Return the loops; ``None`` while they are not loaded. Called for each check."""
-        if self.loaded is None and self._library is not None:
-            self._checks += 1
-            if self._checks == CHECKS:
-                threading.Thread(target=self.load, args=(_LOWEST,), daemon=True).start()
-        return self.loaded
+    def note_check_in_python(self) -> None:
+        """Count a check that ran in Python; start the compiler after :data:`CHECKS` of them."""
+        self._checks += 1
+        if self._checks == CHECKS and self._library is not None:
+            threading.Thread(target=self.load, args=(_LOWEST,), daemon=True).start()
 
     def load(self, niceness: int = 0) -> None:
         """Load the loops; compile them first if necessary, which takes two seconds.
@@ -153,7 +152,7 @@ def addresses(tensors: list[Any]) -> array:
         tensors: strided tensors, or ``None``, whose address is 0. That of a tensor without elements
             is :data:`EMPTY`.
     """
-    library = loops.get()
+    library = loops.loaded
     if library is not None:
         numbers, fits = array("q", bytes(8 * len(tensors))), bytearray(len(tensors))
         if library.read_tensors(tensors, False, None, None, numbers.buffer_info()[0], fits):
@@ -170,7 +169,7 @@ def _address(tensor: Any) -> int:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
-    library = loops.get()
+    library = loops.loaded
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -201,15 +200,16 @@ class IdentityGuard:
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects."""
-        library = loops.get()
+        library = loops.loaded
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, None))
+        loops.note_check_in_python()
         return next(self._changed(), None) is None
 
     def changed(self) -> list[Any]:
         """Return the containers that have other members now."""
-        library = loops.get()
+        library = loops.loaded
         if library is None:
             return list(self._changed())
         sizes, changed = self._sizes.buffer_info()[0], bytearray(len(self._containers))
@@ -253,7 +253,7 @@ class LayoutGuard:
 
         That is two arrays: where the layout of each tensor begins, and the numbers of all layouts.
         """
-        library = loops.get()
+        library = loops.loaded
         self._begins = array("q", bytes(8 * self._n))
         begins = self._begins.buffer_info()[0]
         if library is not None and (n := library.describe(tensors, begins, None, 0)) >= 0:
@@ -273,7 +273,7 @@ class LayoutGuard:
             ``None`` or has no gradient, 1 if it fits, and :data:`MISFIT` if it has another layout.
             Then the address is 0.
         """
-        library = loops.get()
+        library = loops.loaded
         if library is not None and self._described is not None:
             found, fits = array("q", bytes(8 * self._n)), bytearray([MISFIT]) * self._n
             to = found.buffer_info()[0], fits

@@ -24,10 +24,9 @@ def run(record: PartRecord, device: torch.device) -> None:
     With gradients at the same addresses in each step, and at other addresses.
     """
     ampopt.set_backend("triton")
-    get = objects.loops.get
-    objects.loops.get = lambda: None
+    loaded, objects.loops.loaded = objects.loops.loaded, None
     _ours(record, device, "loops in Python")
-    objects.loops.get = get
+    objects.loops.loaded = loaded
     objects.loops.want()
     start = time.perf_counter()
     objects.loops.load()

@@ -65,7 +65,7 @@ def test_a_sum_to_which_scaled_gradients_are_added_warns():
     model, optimizer = model_and(ampopt.AdamW)
     for _ in range(2):
         ampopt.scale_outputs(loss_of(model), 4.0).backward()
-        if optimizer._ampopt.phase.cycle is None:
+        if optimizer._ampopt.accumulation.cycle is None:
             optimizer.accumulate(grads_scaled_by=4.0)
     assert warned(optimizer.step) == 1
 

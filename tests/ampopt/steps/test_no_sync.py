@@ -17,7 +17,7 @@ from support.optimizers import EVERY_RULE, Signed
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import overflow
+from ampopt._step import plan
 from ampopt.testing.no_sync import ReadBack, assert_no_sync
 from ampopt_kernels.check_rule import try_out
 from ampopt_kernels.language import HAS_TRITON
@@ -59,7 +59,7 @@ def test_the_detector_catches_a_planted_synchronization(look):
 
 def test_the_detector_catches_a_synchronization_within_a_step(monkeypatch):
     optimizer, _ = made(Signed)
-    run = overflow.run
+    run = plan.run
 
     def looks(*args: Any) -> Any:
         decision = run(*args)
@@ -67,7 +67,7 @@ def test_the_detector_catches_a_synchronization_within_a_step(monkeypatch):
             raise RuntimeError
         return decision
 
-    monkeypatch.setattr(overflow, "run", looks)
+    monkeypatch.setattr(plan, "run", looks)
     with pytest.raises(ReadBack), assert_no_sync():
         optimizer.unscale_and_step(grads_scaled_by=2.0)
 

@@ -177,7 +177,7 @@ class AllButTheLast(TrainStep):
     """Adds up micro-batches in float32, except the last one of each batch."""
 
     def backward(self, loss: Tensor, scale: Any) -> None:
-        if self.optimizer._ampopt.phase.cycle is not None:
+        if self.optimizer._ampopt.accumulation.cycle is not None:
             super().backward(loss, scale)
         else:
             super().backward(loss, scale)

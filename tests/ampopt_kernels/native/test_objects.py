@@ -286,20 +286,22 @@ class Compiler:
 def loops_from(monkeypatch, compiler):
     monkeypatch.setattr(objects, "_library", lambda: compiler)
     loops = Loops()
-    assert loops.get() is None
+    assert loops.loaded is None
     loops.want()
+    monkeypatch.setattr(objects, "loops", loops)
     return loops
 
 
 def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(monkeypatch):
     compiler = Compiler(fails=True)
-    loops = loops_from(monkeypatch, compiler)
+    loops_from(monkeypatch, compiler)
+    guard = IdentityGuard([[compiler]], [])
     for _ in range(objects.CHECKS - 1):
-        assert loops.get() is None
+        assert guard.unchanged()
     assert not compiler.loads
     before = set(threading.enumerate())
     for _ in range(3):
-        assert loops.get() is None
+        assert guard.unchanged()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert compiler.loads == [19]
@@ -310,15 +312,14 @@ def test_loops_over_objects_that_are_compiled_are_taken_up_at_once(monkeypatch):
     library = objects._library()
     loops = loops_from(monkeypatch, library)
     assert isinstance(library, Library)
-    assert loops.get() is not None
+    assert loops.loaded is not None
 
 
 def test_if_the_loops_cannot_be_compiled_python_does_the_checks(monkeypatch):
     compiler = Compiler(compiled=True, fails=True)
     loops = loops_from(monkeypatch, compiler)
     for _ in range(3):
-        assert loops.get() is None
+        assert loops.loaded is None
         loops.want()
     assert compiler.loads == [0]  # once
-    monkeypatch.setattr(objects, "loops", loops)
     assert addresses([tensor := torch.zeros(3)]).tolist() == [tensor.data_ptr()]
