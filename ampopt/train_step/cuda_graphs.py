@@ -111,17 +111,16 @@ class _Capture:
 
 
 class CapturedSteps:
-    """Runs steps like ``body``, by a CUDA graph as soon as there is one."""
+    """Runs training steps, by a CUDA graph as soon as there is one."""
 
-    def __init__(self, optimizer: ElementwiseOptimizer, body: Body, graphs: Graphs) -> None:
+    def __init__(self, optimizer: ElementwiseOptimizer, graphs: Graphs) -> None:
         """Start without a graph.
 
         Args:
-            optimizer: the optimizer that ``body`` steps; see :func:`check_capturable`.
-            body: the training step to capture.
+            optimizer: the optimizer that steps; see :func:`check_capturable`.
             graphs: how graphs are made on the device.
         """
-        self._optimizer, self._body, self._graphs = optimizer, body, graphs
+        self._optimizer, self._graphs = optimizer, graphs
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._trainable: list[bool] = []
         self._zeroed_versions: list[int] = []  # the version of each gradient after it was zeroed
@@ -134,10 +133,12 @@ class CapturedSteps:
         """Discard the graph, and start over with the warm-up."""
         self._gradients, self._capture, self._kind, self._warm = [], None, None, 0
 
-    def step(self, batch: Any, scale: Any, mode: Any = None) -> StepResult:
+    def step(self, body: Body, batch: Any, scale: Any, mode: Any = None) -> StepResult:
         """Run one step. Synchronizes only when it captures.
 
         Args:
+            body: the training step, which is not kept: a method of the owner of this object would
+                keep the owner's tensors on the device until the garbage collector runs.
             batch: a nested structure of tensors on the device, and of values that are equal in all
                 steps.
             scale: a loss scale or ``None``.
@@ -156,19 +157,19 @@ class CapturedSteps:
             if kind != self._kind:
                 self._kind, self._warm = kind, 0
             if self._warm < _WARM_STEPS:
-                result = self._run_without_graph(batch, scale)
+                result = self._run_without_graph(body, batch, scale)
                 self._warm += 1
                 return result
-            self._capture = self._capture_step(leaves, structure, scale)
+            self._capture = self._capture_step(body, leaves, structure, scale)
         if kind != self._kind:
-            return self._run_without_graph(batch, scale)
+            return self._run_without_graph(body, batch, scale)
         return self._replay_step(self._capture, leaves, scale)
 
-    def _run_without_graph(self, batch: Any, scale: Any) -> StepResult:
+    def _run_without_graph(self, body: Body, batch: Any, scale: Any) -> StepResult:
         """Run one step without a graph, and remember which parameters had gradients."""
         clear = self._optimizer.zero_grad if self._capture is None else self._clear
         with self._graphs.aside():
-            result = self._body(batch, scale, clear)
+            result = body(batch, scale, clear)
         if self._capture is None:
             before, params = self._gradients, self._params()
             self._gradients = [(p, p.grad) for p in params if p.grad is not None]
@@ -177,7 +178,7 @@ class CapturedSteps:
                 self._refuse_others({p for p, _ in before} ^ {p for p, _ in self._gradients})
         return result
 
-    def _capture_step(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
+    def _capture_step(self, body: Body, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
         """Capture the step, with copies of the inputs and of the scale, which replays overwrite."""
         optimizer, plan = self._optimizer, self._optimizer._ampopt.runner.plan
         self._check(plan)
@@ -186,7 +187,7 @@ class CapturedSteps:
         live = _copy_of(scale)
         self._send_hyper(plan)
         with _without_step_hooks(optimizer), self._graphs.capture() as replay:
-            result = self._body(pytree.tree_unflatten(inputs, structure), live, self._clear)
+            result = body(pytree.tree_unflatten(inputs, structure), live, self._clear)
             self._refuse_others(self._unwritten())
             if result.scale is not live and live is not None:
                 live._value.copy_(result.scale._value)

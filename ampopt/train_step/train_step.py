@@ -311,7 +311,8 @@ class TrainStep:
         if steps is None:
             result = self._run(batches, self._scale, self.optimizer.zero_grad)
         else:
-            result = steps.step(batches, self._scale, mode=getattr(self.model, "training", None))
+            mode = getattr(self.model, "training", None)
+            result = steps.step(self._run, batches, self._scale, mode)
         self._scale = result.scale
         return result
 
@@ -385,7 +386,7 @@ class TrainStep:
             if graphs is None:
                 return None
             optimizer: Any = self.optimizer
-            self._captured_steps = cuda_graphs.CapturedSteps(optimizer, self._run, graphs)
+            self._captured_steps = cuda_graphs.CapturedSteps(optimizer, graphs)
         if torch.is_autocast_enabled(device.type):
             raise RuntimeError(
                 "cuda_graph=True: called under torch.autocast, whose cache of cast weights a graph "

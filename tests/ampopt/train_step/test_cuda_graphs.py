@@ -4,6 +4,8 @@ The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), and the
 Triton's interpreter; the tests marked ``gpu`` do the same with those of a device.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -40,7 +42,7 @@ def triton() -> None:
 
 
 class CountedGraphs(cuda_graphs.CudaGraphs):
-    """The graphs of a real device, counted. No device has run them yet."""
+    """The graphs of a real device, counted."""
 
     def __init__(self) -> None:
         super().__init__(torch.device(DEVICE, torch.cuda.current_device()))
@@ -326,6 +328,24 @@ def test_loading_a_state_begins_again(graphs):
 
     both(train)
     assert (graphs.captures, graphs.replays) == (3, 3)
+
+
+@stand_in_only
+def test_a_step_that_is_dropped_frees_its_graph_and_model_at_once(graphs):
+    """Not when the garbage collector runs, which knows nothing of the memory of a GPU."""
+
+    def train() -> list[Any]:
+        training = Training(cuda_graph=True)
+        for _ in range(CAPTURED_AT + 1):
+            training.step(*batch())
+        return [weakref.ref(x) for x in (training.model, training.optimizer, training.step)]
+
+    train()  # what is imported and compiled first may keep its arguments
+    gc.disable()
+    try:
+        assert [of() for of in train()] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_evaluation_mode_is_captured_by_itself(graphs):
