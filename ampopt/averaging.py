@@ -31,38 +31,29 @@ def averaged(
 ) -> "SkipAwareAverage":
     """Average a model's parameters over the steps that were not skipped.
 
-    The result is a ``torch.optim.swa_utils.AveragedModel``, except that
-    ``update_parameters(model)`` is a no-op if the last step of the optimizer was skipped::
+    Returns a ``torch.optim.swa_utils.AveragedModel``, with torch's results and state dicts, except
+    that ``update_parameters(model)`` does nothing if the last step was skipped::
 
         average = ampopt.averaged(model, optimizer, decay=0.999)
         ...  # in each step, after the optimizer's:
         average.update_parameters(model)
 
-    Results are torch's: bitwise with a ``decay``, within rounding without. State dicts are torch's.
-    Does not synchronize if model and average are on one device; torch's does, twice. Trap: two
-    calls after one step count the parameters twice, and a call every n steps is a no-op if the last
-    of the n was skipped. See also :doc:`/guides/whole_loop`, and :doc:`/guides/many_ranks` for a
-    model under ``fully_shard``.
+    Does not synchronize if model and average are on one device. Trap: two calls after one step
+    count the parameters twice. See also :doc:`/guides/whole_loop`, :doc:`/guides/many_ranks`.
 
     Args:
         model: the model to copy and to average.
-        optimizer: the optimizer of the parameters; or several: then the call is a no-op only if
-            each optimizer that has stepped skipped its last step.
+        optimizer: the optimizer of the parameters, or several: then all must have skipped.
         decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean.
         device: the device of the average; ``None`` for that of the model.
-        avg_fn: ``avg_fn(averaged, value, n_averaged)`` returns the new average of one parameter, in
-            place of ``decay``. It is called in the first step and in skipped steps, too, whose
-            results are discarded. It gets the local shard of a ``DTensor``, and the real view of a
-            complex tensor.
-        multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes the new averages into
-            the list ``averaged`` of tensors of one device and dtype; otherwise as ``avg_fn``.
+        avg_fn: ``avg_fn(averaged, value, n_averaged)`` returns the new average of one parameter (of
+            a ``DTensor``, of its local shard), in place of ``decay``; also called in skipped steps.
+        multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes into lists of tensors.
         use_buffers: whether to average the buffers too; otherwise they are copied.
 
     Raises:
         RuntimeError: ``fully_shard`` has changed the model.
-        TypeError: an argument is of the wrong type.
-        ValueError: ``decay`` is out of range, ``optimizer`` is empty, or more than one of
-            ``decay``, ``avg_fn`` and ``multi_avg_fn`` are passed.
+        TypeError, ValueError: an argument, or the combination of arguments, is not allowed.
     """
     return SkipAwareAverage(
         model,

@@ -46,32 +46,27 @@ class Optimizer(torch.optim.Optimizer):
         ampopt.scale_outputs(loss_fn(model(x), y), scale).backward()
         _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-    A step returns ``StepResult(loss, found_inf, scale)``, and ``unscale`` and ``accumulate`` return
-    ``Unscaled(found_inf, scale)``: pass the returned scale to the next step. A scale is a
+    A step returns ``StepResult(loss, found_inf, scale)``; ``unscale`` and ``accumulate`` return
+    ``Unscaled(found_inf, scale)``. Pass the returned scale to the next step. A scale is a
     :class:`ampopt.LossScale`, a number, a one-element tensor, or ``None``, which checks nothing. A
-    skipped step leaves parameters, states and random-number generators bitwise unchanged. Calls in
-    a wrong order raise a ``RuntimeError`` that names the call to make first.
+    skipped step changes no bit of parameters, states and random-number generators. Calls in a wrong
+    order raise a ``RuntimeError`` that names the call to make first. A step by a rule
+    (:class:`ampopt.ElementwiseOptimizer`) never synchronizes without a closure.
 
-    A step by a rule (:class:`ampopt.ElementwiseOptimizer`) never synchronizes; a closure does, once
-    in each evaluation, and so may an ordinary ``step()`` (``skip_by``). Traps: a step with another
-    scale than the loss was multiplied by, and two steps after one backward pass, raise no error.
-    Not thread-safe.
-
-    See also :doc:`/guides/states_of_an_optimizer` (order of calls, ``p.grad`` after each),
-    :doc:`/guides/what_a_skip_undoes`, :doc:`/guides/what_waits`, :doc:`/guides/how_ranks_agree` and
-    :doc:`/guides/your_own_optimizer` (``skip_by``).
+    Traps: a step with a wrong scale, and two steps after one backward pass, raise no error. Not
+    thread-safe. See also :doc:`/guides/states_of_an_optimizer` (order of calls, and ``p.grad``
+    after each), :doc:`/guides/what_a_skip_undoes`, :doc:`/guides/what_waits`,
+    :doc:`/guides/how_ranks_agree` and :doc:`/guides/your_own_optimizer` (``skip_by``).
 
     Attributes:
         grad_norm: the global 2-norm of the unscaled gradients, before clipping, in the last
             ``unscale_and_step`` with ``max_norm``: a 0-d tensor on the parameters' device, 0
             without gradients. ``None`` before the first such call.
         skip_by: how an ordinary ``step()`` is skipped on an accelerator: ``"host"``,
-            ``"transaction"``, ``"step"``, or ``"auto"``. Set it on the class, or before the first
-            step.
+            ``"transaction"``, ``"step"``, or ``"auto"``. Set it before the first step.
         process_group: the ``torch.distributed.ProcessGroup`` of ranks that hold different ordinary
-            tensors (pipelines, experts, shards made by hand), and have to skip together; without
-            it, they silently diverge at the first overflow. DDP without closures, ``DTensor``
-            parameters and FSDP1 do not need it.
+            tensors (pipelines, experts, shards made by hand) and have to skip together. DDP without
+            closures, ``DTensor`` parameters and FSDP1 do not need it.
     """
 
     skip_by: str = "auto"
@@ -301,34 +296,29 @@ class Optimizer(torch.optim.Optimizer):
     def accumulate(self, grads_scaled_by: Any = None, *, drop: str = "window") -> Unscaled:
         """Divide the gradients by the scale, add them to float32 sums, and clear them.
 
-        For losses with different scales, as below, for float32 sums of half-precision gradients,
-        and to drop a micro-batch that overflowed. The next control point or plain :meth:`step` adds
-        ``p.grad`` to the sums, and steps with them or skips. Does not synchronize::
+        The next control point or plain :meth:`step` adds ``p.grad`` to the sums, and steps with
+        them or skips. Does not synchronize. Losses with different scales need it::
 
             scale_outputs(loss_a, scale_a).backward()
             _, scale_a = optimizer.accumulate(grads_scaled_by=scale_a)
             scale_outputs(loss_b, scale_b).backward()
             _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
 
-        On several ranks all make the same calls. Do not use ``no_sync()`` of
-        ``DistributedDataParallel``, under which the sums are never averaged: an optimizer cannot
-        detect it. See also :doc:`/guides/accumulation`.
+        :doc:`/guides/accumulation` has other uses, and what to do on several ranks.
 
         Args:
-            grads_scaled_by: the scale of the loss that the gradients come from. With ``None`` the
-                returned ``found_inf`` is 0; the step still finds inf and NaN, if any call has a
-                scale.
+            grads_scaled_by: the scale of the loss that the gradients come from. ``None`` checks
+                nothing in this call; the step checks the sums if another call has a scale.
             drop: what an overflow discards: ``"window"`` all sums, so that the step is skipped;
                 ``"micro_batch"`` the gradients of this call. Either lowers the scale.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale; ignore
-            the scale if all calls share one, since the step returns the next one.
+            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. If all
+            calls share one scale, ignore it: the step returns the next one.
 
         Raises:
-            RuntimeError, ValueError, TypeError: as for :meth:`unscale`; also, ranks disagree, which
-                discards the sums; ``drop`` is unknown, or differs from that of earlier calls; a
-                gradient is sparse; the optimizer needs a closure.
+            RuntimeError, ValueError, TypeError: as for :meth:`unscale`; also, ranks disagree, a
+                gradient is sparse, ``drop`` changes, or the optimizer needs a closure.
         """
         ours = self._ampopt
         ours.phase.refuse_pending("accumulate")
@@ -394,9 +384,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if a gradient is not finite.
 
-        Synchronizes with a closure, and as an ordinary ``step()`` does (:attr:`skip_by`). A rule
-        leaves ``p.grad`` scaled and unclipped: to read gradients, call :meth:`unscale`. See also
-        :doc:`/guides/closures`.
+        Synchronizes with a closure (:doc:`/guides/closures`), and for an ordinary ``step()`` as
+        :attr:`skip_by` says. A rule leaves ``p.grad`` scaled and unclipped.
 
         Args:
             closure: ``closure(scale) -> loss``: zeroes the gradients, calls

@@ -60,10 +60,10 @@ class Observers(RefersToOptimizer):
             if ranks.are_several():
                 raise RuntimeError(
                     "skip_when(loss=...) tests the mean loss of all ranks that train one model, "
-                    "but it is not known which ranks these are: give the optimizer process_group="
+                    "but the optimizer does not know these ranks: give it process_group="
                     "torch.distributed.group.WORLD, and, under DistributedDataParallel, "
-                    "replicated=True in its param groups. A model that this rank trains alone "
-                    "takes a process_group of this rank alone"
+                    "replicated=True in its param groups. If each rank trains a model of its own, "
+                    "give it a process_group that has this rank alone"
                 )
         return self.loss
 

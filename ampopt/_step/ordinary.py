@@ -251,10 +251,10 @@ class OrdinaryStep(StepStrategy):
 def _warn_of_own_step(name: str) -> None:
     """Warn that skipping an overridden ``step`` of a rule costs a rollback or a synchronization."""
     warnings.warn(
-        f"{name}.step overrides the step of a rule, so a step that overflows is run and rolled "
-        "back, or every step waits for the overflow flag. If it only refuses some steps, define "
-        "check_step() instead; if the code that it adds need not be skipped, set "
-        'skip_by = "step" in the class; else skip_by = "transaction" or "host"',
+        f"{name}.step overrides the step of a rule. So a step that overflows is run and rolled "
+        "back, or every step waits for the overflow flag. If the override only refuses some steps, "
+        "define check_step() instead. If its own code need not be skipped, set "
+        'skip_by = "step" in the class. Otherwise set skip_by = "transaction" or "host"',
         UserWarning,
         stacklevel=2,
     )

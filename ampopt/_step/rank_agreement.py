@@ -299,8 +299,8 @@ class Agreement:
         """
         if self._names_ranks and self._mesh is None:
             raise RuntimeError(
-                "a rule that sums up over parameters needs them on one mesh; these are on "
-                "several, of which none covers the others: make an optimizer for each"
+                "a rule that sums over parameters needs all of them on one mesh, but they are on "
+                "several meshes, none of which covers the others: make an optimizer for each mesh"
             )
         self._all_reduce(each, groups_of(self._mesh) if self._names_ranks else self._groups)
 

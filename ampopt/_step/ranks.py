@@ -95,9 +95,9 @@ def agreement(
     mesh = covering(meshes)
     if process_group is None and mesh is None:
         raise NoCommonGroupError(
-            f"the parameters are on meshes of which none covers the others: {meshes}. Make one "
-            "mesh with names for its dimensions, and shard over its submeshes, such as mesh['dp'] "
-            "and mesh['tp']; or give the optimizer the process_group of all their ranks"
+            f"the parameters are on several meshes, none of which covers the others: {meshes}. "
+            "Make one mesh with names for its dimensions, and shard over its submeshes, such as "
+            "mesh['dp'] and mesh['tp']; or give the optimizer the process_group of all their ranks"
         )
     groups = groups_of(mesh) if process_group is None else [process_group]
     if all(torch.distributed.get_world_size(group) == 1 for group in groups):
@@ -241,7 +241,7 @@ def _check_has_copies(holders: Mapping[int, Sequence[int]], process_group: Any) 
     if lacks := sorted(set().union(*holders.values()) - every):
         raise ValueError(
             f"process_group lacks the ranks {lacks}, which have copies of parameters of this rank, "
-            "so that these copies could come to differ: give a group that contains them; under "
+            "and the copies could diverge: give a group that contains these ranks; under "
             "FullyShardedDataParallel with HYBRID_SHARD, leave process_group out"
         )
 

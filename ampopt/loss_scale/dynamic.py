@@ -53,7 +53,8 @@ class Collapse:
 class DynamicLossScale(LossScale):
     """A scale that falls after overflows and grows after a run of finite steps.
 
-    With the defaults it follows the schedule of ``torch.amp.GradScaler``::
+    With the defaults it follows the schedule of ``torch.amp.GradScaler``, but never falls below
+    ``min_scale``::
 
         scale = ampopt.DynamicLossScale()
         scale_outputs(loss, scale).backward()
@@ -73,12 +74,8 @@ class DynamicLossScale(LossScale):
                 value = min(value * growth_factor, max_scale), unless float32 cannot hold it
                 growth, budget = 0, hysteresis
 
-    :meth:`like` has the settings of other systems. :meth:`load_state_dict` takes the state of a
-    ``torch.amp.GradScaler``, too. Differs from torch: the scale never falls below ``min_scale``, by
-    default ``2**-126``. A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once:
-    on a CPU in the step, on an accelerator in the next call that synchronizes.
-
-    See also :doc:`/guides/loss_scales`, and :doc:`/guides/watching` for a scale that keeps falling.
+    A fall to ``min_scale``, or below ``2**-24``, warns once (:doc:`/guides/watching`). See also
+    :doc:`/guides/loss_scales`, and :meth:`like` for the settings of other systems.
     """
 
     _schedule: Schedule
@@ -237,7 +234,10 @@ class DynamicLossScale(LossScale):
         return {**{name: state[name] for name in names}, "_growth_tracker": state["growth"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace value, counters and settings; see :meth:`LossScale.load_state_dict`."""
+        """Replace value, counters and settings, also by those of a ``torch.amp.GradScaler``.
+
+        For the argument, see :meth:`LossScale.load_state_dict`.
+        """
         own = ("scale", "growth", "budget")
         entries = check_entries(self, state_dict, (*own, *self._settings()))
         schedule = Schedule(**{k: v for k, v in entries.items() if k not in own})

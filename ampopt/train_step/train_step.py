@@ -249,7 +249,7 @@ class TrainStep:
         scale, saved_scale = self._scale, state_dict["scale"]
         if (scale is None) != (saved_scale is None):
             with_, without = ("this", "the saved") if saved_scale is None else ("the saved", "this")
-            raise ValueError(f"{with_} step has a loss scale, {without} one has none")
+            raise ValueError(f"{with_} step has a loss scale, {without} step has none")
         if scale is not None:
             scale = copy.deepcopy(scale)
             scale.load_state_dict(saved_scale)
