@@ -10,7 +10,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    its ``guards`` that only gradients and hyperparameters have changed. Otherwise
    ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``param_checks``,
    ``state_checks``), makes missing states (``rule_state``), and collects the tensors of each
-   parameter (``param_rows``).
+   parameter (``param_rows``). What no rule does, such as sparse gradients, takes ``torch_step``.
 4. ``plan.Plan.run`` runs the step. With several ranks, ``rank_agreement`` combines overflow flag
    and norm; ``sharding`` has what ``DTensor`` parameters need.
 5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:

@@ -3,7 +3,6 @@
 A :class:`RuleStep` is called by control points, a :class:`RuleRunner` by the step of the optimizer.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,19 +11,19 @@ from typing import Any
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
 from ampopt._step.rank_agreement import flag_all_reduce
-from ampopt._step.rule_state import StateCompleter, state_of
+from ampopt._step.rule_state import StateCompleter
 from ampopt._step.sharding import dtensor
-from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
-from ampopt._step.step_hooks import beneath_hooks, is_watched
+from ampopt._step.skip_policy import SkipPolicy
+from ampopt._step.step_hooks import is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
+from ampopt._step.torch_step import TorchStep
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step_data import Decision, Request
@@ -57,6 +56,8 @@ class RuleRunner(RefersToOptimizer):
         plan: the plan of the last step; ``None`` before the first.
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
+        torch_step: torch's own step, which runs where the rule cannot; ``None`` for a rule that is
+            run beside that of the optimizer.
         second_states: the states of the rules that ``run_rule`` was called with, in order.
         reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
     """
@@ -64,7 +65,7 @@ class RuleRunner(RefersToOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        torchs_step: Callable[[Any], Any],
+        torchs_step: Callable[[Any], Any] | None = None,
         *,
         rule: Rule | None = None,
         complete_state: StateCompleter | None = None,
@@ -74,19 +75,27 @@ class RuleRunner(RefersToOptimizer):
 
         Args:
             optimizer: the optimizer to step; stored as a weak reference.
-            torchs_step: ``torchs_step(optimizer)`` is the bound ``step`` that the class inherits
-                from torch.
+            torchs_step: see :class:`TorchStep`; ``None`` if it never runs.
             rule: the rule to run; ``None`` for ``optimizer.rule``.
             complete_state: see the class.
-            torch_needs_state: whether torch's own step needs a state of each parameter to exist.
+            torch_needs_state: see :class:`TorchStep`.
         """
         super().__init__(optimizer)
-        self._torchs_step, self._rule = torchs_step, rule
-        self.complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self._rule, self.complete_state = rule, complete_state
         self.masters = Masters(optimizer)
+        self.uploads: dict[torch.device, Uploads] = {}
+        self.torch_step: TorchStep | None = None
+        if torchs_step is not None:
+            self.torch_step = TorchStep(
+                optimizer,
+                torchs_step,
+                self.masters,
+                self.uploads,
+                complete_state=complete_state,
+                needs_state=torch_needs_state,
+            )
         self._second_runners: dict[Rule, RuleRunner] = {}
         self.second_states: dict[State, None] = {}
-        self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.reasons: Counter[str] = Counter()
         self.decision: Decision | None = None
@@ -96,13 +105,6 @@ class RuleRunner(RefersToOptimizer):
     def rule(self) -> Rule:
         """The rule to run."""
         return self._rule or self.optimizer.rule
-
-    @functools.cached_property
-    def skip_policy(self) -> SkipPolicy:
-        """How torch's own step is skipped; chosen before the first."""
-        optimizer = self.optimizer
-        decision_device = device_of(optimizer.param_groups) or torch.device("cpu")
-        return skip_policy_of(optimizer.skip_by, decision_device)
 
     def step(self, request: Request) -> Decision | None:
         """Run or skip a step with the present gradients.
@@ -119,7 +121,11 @@ class RuleRunner(RefersToOptimizer):
         plan, optimizer = self.plan, self.optimizer
         if plan is None or not plan.revalidate(optimizer, self._rule or optimizer.rule):
             plan = self._new_plan(plan, request.needs_agreement)
-        self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
+        if plan is not None:
+            self.decision = plan.run(request)
+        else:
+            assert self.torch_step is not None
+            self.decision = self.torch_step.run(self.rule, request)
         if on_masters:
             self.masters.drop_gradients()
         return self.decision
@@ -127,7 +133,7 @@ class RuleRunner(RefersToOptimizer):
     def second(self, rule: Rule) -> "RuleRunner":
         """The runner of ``rule``, which the user runs beside :attr:`rule`; made if it is new."""
         runners = self._second_runners
-        runner = runners.pop(rule, None) or RuleRunner(self.optimizer, self._torchs_step, rule=rule)
+        runner = runners.pop(rule, None) or RuleRunner(self.optimizer, rule=rule)
         runners[rule] = runner
         self.second_states |= dict.fromkeys(rule.state)
         if len(runners) > _SECOND_RUNNERS:
@@ -184,28 +190,6 @@ class RuleRunner(RefersToOptimizer):
             needs_agreement=needs_agreement,
         )
 
-    def _step_as_torch(self, request: Request) -> Decision | None:
-        """Run torch's own step, or skip it as ``optimizer.skip_by`` says."""
-        optimizer, rule = self.optimizer, self.rule
-        if self._torch_needs_state:
-            for index, param in gradients.present(optimizer.param_groups):
-                if not optimizer.state.get(param):
-                    declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
-                    state_of(optimizer, declared, self.complete_state)
-        decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
-        # Without hooks: those of the class run around our step already.
-        step = beneath_hooks(self._torchs_step(optimizer).__func__)
-        if decision is None:
-            step(optimizer)
-        else:
-            call = functools.partial(step, optimizer)
-            self.skip_policy.step(optimizer, call, decision)
-        if self.complete_state is not None:  # as loading a checkpoint does
-            for index, param in gradients.present(optimizer.param_groups):
-                if DeclaredStates.of(rule, optimizer.param_groups[index], param).scalars:
-                    self.complete_state(optimizer.state.get(param, {}))
-        return decision
-
 
 class RuleStep(StepStrategy):
     """The strategy of an optimizer with a rule: checked and skipped on the device.
@@ -231,7 +215,8 @@ class RuleStep(StepStrategy):
     @property
     def skip_policy(self) -> SkipPolicy:
         """How torch's own step is skipped, if it runs in place of the rule."""
-        return self.runner.skip_policy
+        assert self.runner.torch_step is not None
+        return self.runner.torch_step.skip_policy
 
     def attempt(self, request: Request) -> StepOutcome:
         """See :class:`StepStrategy`."""

@@ -1,0 +1,87 @@
+"""The step that a class with a rule inherits from torch, for what the rule cannot do.
+
+It runs in place of the rule with ``differentiable=True``, and with sparse gradients; see
+:meth:`ampopt._step.param_checks.Checks.need_torch`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampopt._step import gradients
+from ampopt._step.declared_states import DeclaredStates
+from ampopt._step.descriptors import RefersToOptimizer
+from ampopt._step.masters import Masters
+from ampopt._step.rule_state import StateCompleter, state_of
+from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
+from ampopt._step.step_hooks import beneath_hooks
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step_data import Decision, Request
+from ampopt_kernels.uploads import Uploads
+
+__all__ = ["TorchStep"]
+
+
+class TorchStep(RefersToOptimizer):
+    """Runs or skips torch's own step of one optimizer, with unscaled gradients."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        bound_step: Callable[[Any], Any],
+        masters: Masters,
+        uploads: dict[torch.device, Uploads],
+        *,
+        complete_state: StateCompleter | None,
+        needs_state: bool,
+    ) -> None:
+        """Store how to step.
+
+        Args:
+            optimizer: the optimizer to step; stored as a weak reference.
+            bound_step: ``bound_step(optimizer)`` is the bound ``step`` that the class inherits.
+            masters: the master weights of the parameters.
+            uploads: constants that earlier steps have copied to a device, by device.
+            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
+            needs_state: whether a state of each parameter must exist before the step.
+        """
+        super().__init__(optimizer)
+        self._bound_step, self._masters, self._uploads = bound_step, masters, uploads
+        self._complete_state, self._needs_state = complete_state, needs_state
+
+    @functools.cached_property
+    def skip_policy(self) -> SkipPolicy:
+        """How the step is skipped; chosen before the first."""
+        optimizer = self.optimizer
+        return skip_policy_of(optimizer.skip_by, optimizer._ampopt.decision_device)
+
+    def run(self, rule: Rule, request: Request) -> Decision | None:
+        """Unscale the gradients, and run or skip the step as ``optimizer.skip_by`` says.
+
+        Args:
+            rule: the rule in whose place the step runs, which declares the same states.
+            request: the scale, and what else to check.
+
+        Returns:
+            The decision; ``None`` if no rank has gradients.
+        """
+        optimizer, complete_state = self.optimizer, self._complete_state
+        if self._needs_state:
+            for index, param in gradients.present(optimizer.param_groups):
+                if not optimizer.state.get(param):
+                    declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
+                    state_of(optimizer, declared, complete_state)
+        decision = self._masters.unscale(request, optimizer._ampopt.agreement(), self._uploads)
+        # Without hooks: those of the class run around our step already.
+        step = beneath_hooks(self._bound_step(optimizer).__func__)
+        if decision is None:
+            step(optimizer)
+        else:
+            self.skip_policy.step(optimizer, functools.partial(step, optimizer), decision)
+        if complete_state is not None:  # as loading a checkpoint does
+            for index, param in gradients.present(optimizer.param_groups):
+                if DeclaredStates.of(rule, optimizer.param_groups[index], param).scalars:
+                    complete_state(optimizer.state.get(param, {}))
+        return decision
