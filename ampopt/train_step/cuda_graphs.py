@@ -8,8 +8,6 @@ A graph reads and writes fixed addresses, so everything that steps pass on is ke
     hyperparameters       sent before a replay if they changed, or tensors on the device
     parameters, state     must stay the same tensors; if not, capturing starts over
     tables of addresses   kept by the optimizer, even if other steps need others; see ``Uploads``
-
-Has not been run on a GPU yet.
 """
 
 from collections import OrderedDict
