@@ -22,7 +22,6 @@ import ampopt
 from ampopt.bench import contenders, launches, report, rows, small, workloads
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
-from ampopt.bench.overhead import overhead
 from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.native.build import cpp_compiler
 
@@ -54,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
     if options.masters and options.dtype not in ("bfloat16", "float16"):
         parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
-    for name in ("masters", "changing", "contender"):
-        if getattr(options, name) and options.profile:
-            parser.error(f"--{name} only times steps: omit --profile")
     names = contenders.names(device, options.masters)
     if unknown := set(options.contender or ()) - set(names):
         parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(names)}")
@@ -105,8 +101,6 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         only=options.contender or (),
     )
     bench_rows = _measure_all(measure, options, sizes, optimizers, device)
-    if options.profile:
-        return
     _note("")
     _print(bench_rows, device)
     if options.json:
@@ -128,9 +122,6 @@ def _measure_all(
     jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
     for n_done, (optimizer, workload) in enumerate(jobs):
         start = time.perf_counter()
-        if options.profile:
-            print(f"\n{overhead(optimizer, workload, dtype=dtype, device=device)}", flush=True)
-            continue
         _note(f"{n_done + 1}/{len(jobs)} {optimizer} {workload.name}")
         try:
             new = measure(
@@ -277,9 +268,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the ratios to this file; needs matplotlib"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="only show which functions take the host's time"
     )
     parser.add_argument(
         "--launches",

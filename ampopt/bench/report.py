@@ -11,7 +11,6 @@ import torch
 import ampopt
 from ampopt.bench.contenders import FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
-from ampopt.bench.targets import verdicts_on
 from ampopt.environment import cpu_model, version_of
 
 __all__ = ["as_json", "costs", "environment", "memory", "table"]
@@ -45,7 +44,7 @@ def as_json(
     return {
         "environment": about,
         "bandwidth": bandwidth,
-        "rows": [{**row.as_dict(), "targets": list(map(vars, verdicts_on(row)))} for row in rows],
+        "rows": [row.as_dict() for row in rows],
     }
 
 
@@ -59,7 +58,8 @@ def table(rows: Sequence[BenchRow]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
     head = ["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor"]
     has_masters = FLOAT32 in columns
-    lines = [[*head, *["/float32"] * has_masters, "targets"]]
+    has_doubts = any(row.doubt is not None for row in rows)
+    lines = [[*head, *["/float32"] * has_masters, *["doubt"] * has_doubts]]
     for row in rows:
         cells = [row.optimizer, row.workload, "yes" if row.clip else "no"]
         for name in columns:
@@ -68,10 +68,9 @@ def table(rows: Sequence[BenchRow]) -> str:
         shares = [row.ratio, row.ratio_of_least, row.to_floor]
         shares += [row.ratio_to_float32] * has_masters
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
-        withheld = "-" if row.doubt is None else f"not judged: {row.doubt}"
-        cells.append("; ".join(map(str, verdicts_on(row))) or withheld)
+        cells += [row.doubt or "-"] * has_doubts
         lines.append(cells)
-    return _as_columns(lines, left=(0, 1, 2, len(lines[0]) - 1))
+    return _as_columns(lines, left=(0, 1, 2, len(lines[0]) - 1) if has_doubts else (0, 1, 2))
 
 
 def costs(rows: Sequence[BenchRow]) -> str:

@@ -39,7 +39,7 @@ class BenchRow:
         missing: for each contender that did not run, the reason.
         costs: on a GPU, the costs of each contender that ran.
         unknown: other quantities that could not be measured, and the reason.
-        doubt: why the times must not be compared with targets; ``None`` if they may be.
+        doubt: why the times must not be relied on; ``None`` if they may be.
         allocated: bytes of parameters, gradients and states with each contender; see
             :func:`ampopt.bench.count.bytes_allocated`.
     """

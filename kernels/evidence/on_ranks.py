@@ -210,7 +210,7 @@ def measure(
 
 
 def _doubt(result: Mapping[str, Any]) -> str | None:
-    """Why the times must not be compared with targets; ``None`` if they may be."""
+    """Why the times must not be relied on; ``None`` if they may be."""
     rounds = min((times["rounds"] for times in result["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
         return f"{rounds} of {_ENOUGH_ROUNDS} rounds"

@@ -46,21 +46,21 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(monkeypatch, capsys
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
-        (seen_on_ranks(rounds=4), "not judged: 4 of 5 rounds"),
-        (seen_on_ranks(waited=0.25), "not judged: 25% of the time without a core"),
-        (seen_on_ranks(waited=0.05), "target <= 0.60: 1.00 MISSED"),
+        (seen_on_ranks(rounds=4), "4 of 5 rounds"),
+        (seen_on_ranks(waited=0.25), "25% of the time without a core"),
+        (seen_on_ranks(waited=0.05), None),
     ],
 )
-def test_few_rounds_or_a_busy_machine_give_no_verdict(seen, said, monkeypatch, capsys, tmp_path):
+def test_few_rounds_or_a_busy_machine_are_a_doubt(seen, said, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(workloads, "SHARDED", workloads.SHARDED[:1])
     monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: [seen, seen])
     figures = str(tmp_path / "figures")
     on_ranks.main(["2", "--optimizer", "SGD", "--seconds", "60", "--json", figures])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SGD  ")]
-    assert len(lines) == 2 and all(line.endswith(f"  {said}") for line in lines)
+    assert len(lines) == 2 and all(line.endswith(f"  {said or '-'}") for line in lines)
     for row in json.loads((tmp_path / "figures").read_text())["rows"]:
-        assert (row["doubt"] is None) == bool(row["targets"]) == said.startswith("target")
+        assert row["doubt"] == said
 
 
 def timed_on_ranks(optimizer, seconds_left):
