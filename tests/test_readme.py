@@ -75,7 +75,6 @@ PRINTED = {
     "Loss scales": ["262144.0"],
     "Third-party optimizers": ["True"],
     "Testing your optimizer": ["True"],
-    "Is the mathematics right?": [],
     "In every step": [
         "4 steps, 1 skipped, the last under a scale of 2^15.",
         "weight          1     3            4       0.0%",
