@@ -203,45 +203,30 @@ def __getattr__(name: str) -> Any:
     )
 
 
-class _InFloat64:
-    """The language for float64 blocks: ``where`` of two numbers is float64."""
+class _Language:
+    """This module as a language, with other functions under some names."""
 
-    where = staticmethod(functools.partial(where, number=float64))
+    def __init__(self, **replaced: Any) -> None:
+        """Take all names of this module, but ``replaced`` ones."""
+        vars(self).update({**globals(), **replaced})
 
     def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
+        """Raise for a function that no backend has, as this module does."""
         return getattr(_this_module, name)
 
 
-in_float64 = _InFloat64()
+def _where_of_scalars(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where ``condition`` holds, else ``b``; two numbers give the widest dtype."""
+    number = widest(condition.device) if isinstance(condition, torch.Tensor) else float64
+    return where(condition, a, b, number)
 
 
-class _OfScalars:
-    """The language for scalars: ``where`` of two numbers has the widest dtype of the device."""
-
-    @staticmethod
-    def where(condition: Any, a: Any, b: Any) -> Any:
-        """``a`` where ``condition`` holds, else ``b``; two numbers give the widest dtype."""
-        number = widest(condition.device) if isinstance(condition, torch.Tensor) else float64
-        return where(condition, a, b, number)
-
-    def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
-        return getattr(_this_module, name)
-
-
-class _OnNumbers:
+def _on_numbers() -> _Language:
     """The language for Python numbers only; functions raise where they are undefined."""
-
-    def __init__(self) -> None:
-        """Take the ``on_number`` of each function."""
-        vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
-        self.where = lambda c, a, b: a if c is True or (c is not False and _holds(c)) else b
-        self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
-
-    def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
-        return getattr(_this_module, name)
+    replaced = {name: getattr(value, "on_number", value) for name, value in globals().items()}
+    replaced["where"] = lambda c, a, b: a if c is True or (c is not False and _holds(c)) else b
+    replaced["HELPERS"] = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
+    return _Language(**replaced)
 
 
 _NOT_LANGUAGE = {
@@ -336,4 +321,6 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
-of_scalars, on_numbers = _OfScalars(), _OnNumbers()
+in_float64 = _Language(where=functools.partial(where, number=float64))
+of_scalars = _Language(where=_where_of_scalars)
+on_numbers = _on_numbers()
