@@ -57,10 +57,10 @@ def set_backend(name: str) -> None:
             ``"auto"`` uses the second folder then. If neither can be used, ``"auto"`` stays eager,
             with a warning.
 
-            ``"eager"``: always torch operations. On the CPU, results are those of ``"compiled"``,
-            bitwise where every operation is exact; else (``tl.exp`` and similar functions, powers
-            in ``Rule.scalars``, the square root of float64, sums of ``Rule.reduce``, and norms)
-            within rounding.
+            ``"eager"``: always torch operations. On the CPU, results equal those of ``"compiled"``
+            bit for bit where every operation is exact. Elsewhere (``tl.exp`` and similar functions,
+            powers in ``Rule.scalars``, the square root of float64, sums of ``Rule.reduce``, and
+            norms) they agree within rounding.
 
     Raises:
         ValueError: ``name`` is not a backend.

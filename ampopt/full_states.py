@@ -32,7 +32,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Returns:
         The state dict. States and masters that were kept in fewer bits are new float32 tensors
-        (``DTensor``s where they were); others are those of the optimizer, as in ``state_dict()``.
+        (new ``DTensor``s if they were ``DTensor``s). All others are the optimizer's own tensors.
         Does not synchronize.
 
     Raises:

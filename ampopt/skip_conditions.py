@@ -113,9 +113,9 @@ class skip_when:
         last 64 steps, including the new one. Pass ``norm_deviations`` or ``loss_deviations``: its
         options ``-sg`` and ``-sl`` have no default.
 
-        As in both systems, the means include skipped steps. Unlike in both, they do not include
-        steps that overflowed, nor a loss of NaN. A loss of NaN skips the step, as in OLMo-core, and
-        unlike in llm.c.
+        As in both systems, the means include skipped steps. In contrast to both, the means leave
+        out steps that overflowed, and a loss of NaN. A loss of NaN skips the step, as in OLMo-core;
+        in llm.c it does not.
 
         Args:
             name: ``"olmo"`` or ``"llm.c"``.

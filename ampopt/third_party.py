@@ -52,9 +52,9 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
 
     **Name conflicts.** Methods and attributes of ``cls`` keep their meaning, even if they are named
     like control points: ``unscale``, ``unscale_and_step``, ``step_after_unscale``, ``grad_norm``,
-    ``pending``. If the constructor of ``cls`` takes ``process_group``, or its instances have such
-    an attribute, that keeps its meaning, too. ampopt's process group can then only be set by
-    ``ampopt.GradScaler(process_group=...)`` and ``ampopt.unscale_and_step(process_group=...)``.
+    ``pending``. If the constructor of ``cls`` takes ``process_group``, or its instances have an
+    attribute of that name, it keeps its meaning, too. Set ampopt's process group then by
+    ``ampopt.GradScaler(process_group=...)`` or ``ampopt.unscale_and_step(process_group=...)``.
     Otherwise the constructor also takes ampopt's ``process_group``: see :class:`ampopt.Optimizer`.
 
     Calls with the same ``cls`` return the same class; to set ``skip_by``, subclass it. The class

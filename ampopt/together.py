@@ -35,7 +35,7 @@ def unscale_and_step(
     ``unscale_and_step``, and :func:`ampopt.next_scale` on the scales that they return.
 
     Rules do not synchronize, and leave ``p.grad`` as it was; ordinary steps wait as ``skip_by`` of
-    :class:`ampopt.Optimizer` says. Of an optimizer without gradients, only step hooks run. See also
+    :class:`ampopt.Optimizer` says. An optimizer without gradients only runs its step hooks. See
     :doc:`/guides/clipping`, and :doc:`/guides/accumulation` for sums of several optimizers.
 
     Example:

@@ -19,7 +19,7 @@ INTO_THE_REPOSITORY = re.compile(r"\]\(https://[^)]+/ampopt/ampopt/(?:blob/)?mai
 
 PRINTED = {
     "A loop": [],
-    "Your own": [],
+    "Your own optimizer": [],
     "Tutorial: a float16 model in ten minutes": ["True", "accuracy above 0.9: True"],
     "Why losses are scaled": ["0.0 True"],
     "The states of an optimizer": ["tensor([0.9553, 0.9106])"],

@@ -162,8 +162,8 @@ class GradScaler(scheduled.ScheduledScaler):
         """Unscale the gradients of ``optimizer`` in place, to clip or inspect them before ``step``.
 
         Does not synchronize. With ``master_weights=True``, the step reads the unscaled gradients of
-        :meth:`ampopt.Optimizer.master_params`, so clip those; ``p.grad`` has the same values in its
-        own dtype, to inspect only.
+        :meth:`ampopt.Optimizer.master_params`, so clip these gradients; ``p.grad`` has the same
+        values in its own dtype, to inspect only.
 
         Args:
             optimizer: the optimizer, after the last ``backward()`` of its gradients.

@@ -33,8 +33,8 @@ class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
     differently. Arithmetic on float16 and bfloat16 parameters is float32. A parameter without
     elements stays as it is, where torch divides by zero. ``eps[0]=None`` means the epsilon of each
     parameter's dtype, where torch uses that of the first parameter for the whole group. On a
-    ``DTensor``, results are those of the whole tensor; torch raises an error there, or for vectors
-    computes something else. Of a ``DTensor``, all ranks must have the gradient, or none.
+    ``DTensor``, results are those of the whole tensor; torch raises an error there, or computes
+    something else for vectors. If one rank has the gradient of a ``DTensor``, all ranks must.
     """
 
     rule = rules.adafactor

@@ -37,8 +37,8 @@ class Muon(Optimizer, torch.optim.Muon):
 
     On ``DTensor`` parameters, results are those of one process that has the whole matrices: each
     matrix is gathered on one rank, which orthogonalizes it and sends the shards of the update back.
-    That takes three collectives for all matrices together. Of each parameter, all ranks must have
-    the gradient, or none.
+    That takes three collectives for all matrices together. If one rank has the gradient of a
+    parameter, all ranks must.
 
     Args:
         params, lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``.

@@ -236,8 +236,9 @@ class TrainStep:
         Raises:
             TypeError: ``state_dict`` is not a mapping.
             ValueError: ``state_dict`` is not of a ``TrainStep``; only one of it and this step has a
-                scale; or it does not fit the optimizer. Nothing has changed then, nor after another
-                error of the optimizer's ``load_state_dict``.
+                scale; or it does not fit the optimizer.
+
+        After any error, nothing has changed.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")

@@ -61,8 +61,8 @@ class Watch:
     gradients are read; on an accelerator also at most eight small copies to the host a step, in the
     background. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
 
-    Traps: a plain ``step()`` that is written by hand is counted, but its parameters are not; the
-    watch has a state dict of its own, and is not in that of the optimizer, nor in a copy. With
+    Traps: of a plain ``step()`` that is written by hand, the watch only counts the call. The
+    optimizer's state dict and copies do not contain the watch: save its own state dict. With
     several ranks, use :meth:`gather`. See also :doc:`/guides/watching`.
 
     Attributes:
