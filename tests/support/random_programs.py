@@ -136,10 +136,14 @@ class Program:
         """Whether every backend gives the same bits.
 
         Not if a step depends on a sum over elements, which has an order, or on a float64 square
-        root, which torch does not always round to the nearest.
+        root, which torch does not always round to the nearest; nor if infinite gradients are
+        applied, since then NaNs have either sign.
         """
         sums = RULES[self.optimizer].rule.reduces or any(a.max_norm for a in self.actions)
-        return not sums and all(spec.dtype != torch.float64 for spec in self.params)
+        applied = any(
+            a.overflow is not None and (a.scale is None or a.way == "plain") for a in self.actions
+        )
+        return not (sums or applied) and all(spec.dtype != torch.float64 for spec in self.params)
 
     def run(self) -> list[Any]:
         """Run the program on the backend that is set: the bits of everything after each action."""
