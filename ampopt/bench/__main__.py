@@ -8,7 +8,6 @@ pytorch_optimizer's.
 
 import argparse
 import functools
-import itertools
 import json
 import sys
 import time
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, launches, report, rows, small, workloads
-from ampopt.bench.measure import CLOCKS, reason
+from ampopt.bench import contenders, report, rows, small, workloads
+from ampopt.bench.measure import CLOCKS
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.native.build import cpp_compiler
@@ -44,9 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--device: {device} cannot be timed; choose cpu or cuda")
     if options.small and device.type != "cpu":
         parser.error("--small measures the host's time: add --device cpu")
-    if options.launches and (backend := options.backend or "auto") != "triton":
-        if device.type == "cpu" or backend != "auto":
-            parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
@@ -69,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure and print what the other options select: launches, or rows."""
+    """Measure and print what the other options select: the small table, or rows."""
     dtype = getattr(torch, options.dtype)
     optimizers = options.optimizer or contenders.optimizers()
     settings = {"clock": options.clock, "dtype": options.dtype}
@@ -89,9 +85,6 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     sizes = [workloads.make(name, device, _room(device, dtype)) for name in names]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     sizes += workloads.powers_of_two() if options.sizes else []
-    if options.launches:
-        _print_launches(optimizers, sizes, dtype, device, speed)
-        return
     measure = functools.partial(
         rows.measure,
         device=device,
@@ -136,35 +129,6 @@ def _measure_all(
         seconds_left = max(0.0, seconds_left - (time.perf_counter() - start))
         bench_rows += new
     return bench_rows
-
-
-def _print_launches(
-    optimizers: Sequence[str],
-    sizes: Sequence[workloads.Workload],
-    dtype: torch.dtype,
-    device: torch.device,
-    speed: float | None,
-) -> None:
-    """Measure each launch, with and without clipping, and with master weights in half precision."""
-    masters = (False,) if dtype in (torch.float32, torch.float64) else (False, True)
-    for workload, optimizer, master_weights, clip in itertools.product(
-        sizes, optimizers, masters, (None, 1.0)
-    ):
-        title = f"{optimizer}, {workload.name}, {dtype}"
-        title += ", masters" * master_weights + ", clipped" * (clip is not None)
-        try:
-            rows = launches.measure(
-                optimizer,
-                workload,
-                dtype=dtype,
-                device=device,
-                master_weights=master_weights,
-                max_norm=clip,
-            )
-        except torch.OutOfMemoryError as error:
-            print(f"\n{title}: {reason(error)}", flush=True)
-        else:
-            print(f"\n{title}\n{launches.table(rows, speed)}", flush=True)
 
 
 def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
@@ -268,11 +232,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the ratios to this file; needs matplotlib"
-    )
-    parser.add_argument(
-        "--launches",
-        action="store_true",
-        help="only show the host time and device time of each kernel launch",
     )
     parser.add_argument(
         "--elements",

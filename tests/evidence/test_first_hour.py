@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import ampopt
+from ampopt.bench import workloads
 from ampopt_kernels.language import HAS_TRITON
 from evidence.first_hour import __main__ as first_hour
-from evidence.first_hour import gpu_tests, hour, parity, races, start
+from evidence.first_hour import gpu_tests, hour, launches, parity, races, start
 from evidence.first_hour.bandwidth import STORAGES, prediction_of
 from evidence.first_hour.parts import PARTS, Part
 from evidence.first_hour.record import PartRecord, read
@@ -170,13 +171,14 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
 
 
 def test_predictions_are_those_that_are_written():
-    """The table in ``kernels/PREDICTIONS.md`` has these numbers last in each cell."""
+    """The table in ``kernels/PREDICTIONS.md`` has these numbers first in each cell."""
     power, found = None, {}
     for line in PREDICTIONS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if re.fullmatch(r"(2\^\d+)?", cells[0]) and cells[1:2] and cells[1] in STORAGES:
+        storage = "".join(cells[1:2]).removeprefix("bfloat16, ")
+        if re.fullmatch(r"(2\^\d+)?", cells[0]) and storage in STORAGES:
             power = int(cells[0][2:]) if cells[0] else power
-            found[power, cells[1]] = [float(cell.split()[-1]) for cell in cells[3:]]
+            found[power, storage] = [float(cell.split(",")[0]) for cell in cells[2:]]
     assert len(found) == 9
     for (power, storage), shares in found.items():
         wanted = [("detect", False), ("detect", True), ("update", True), ("step", False)]
@@ -219,3 +221,22 @@ def test_parity_finds_a_kernel_that_is_wrong(tmp_path, monkeypatch):
         ampopt.set_backend("auto")
     kinds = {line["what"]: line["kind"] for line in read(tmp_path / "parity.jsonl")}
     assert kinds["SGD, float32"] == kinds["SGD, float64, shifted"] == "FAILED"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_each_launch_is_timed_with_the_bytes_that_it_moves(monkeypatch):
+    monkeypatch.setattr(launches, "_ROUNDS", 1)
+    ampopt.set_backend("triton")
+    rows = launches.measure(
+        "AdamW",
+        workloads.of(256),
+        dtype=torch.bfloat16,
+        device=CPU,
+        master_weights=True,
+        max_norm=1.0,
+    )
+    assert [row.name for row in rows] == [
+        *("step", "detect_kernel", "control_kernel", "update_kernel")
+    ]
+    step, *each = [row.bytes for row in rows]
+    assert step == sum(each) and each[1] == 0

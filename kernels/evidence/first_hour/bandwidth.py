@@ -3,9 +3,10 @@
 import torch
 
 import ampopt
-from ampopt.bench import launches, workloads
+from ampopt.bench import workloads
 from ampopt.bench.measure import device_seconds
 from ampopt.bench.memory import bandwidth
+from evidence.first_hour import launches
 from evidence.first_hour.record import PartRecord
 
 __all__ = ["STORAGES", "prediction_of", "run"]

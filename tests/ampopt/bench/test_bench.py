@@ -18,14 +18,12 @@ import ampopt
 from ampopt.bench import __main__ as bench
 from ampopt.bench import (
     contenders,
-    launches,
     measure,
     memory,
     rows,
     workloads,
 )
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
-from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
 OURS = ("ampopt", "ampopt:16", "ampopt:8")
@@ -248,7 +246,6 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--repeats", "0"], "more than 0"),
         (["--device", "meta"], "choose cpu or cuda"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
-        (["--launches"], "the eager backend launches no kernels on cpu"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
     ],
@@ -525,19 +522,6 @@ def test_a_row_names_the_best_of_torchs_alone():
     row = rows.BenchRow("AdamW", "large", False, "cpu", 1, 1, 100, 100.0, times, {})
     assert row.best == "fused"
     assert row.ratio == 0.5
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_launches_are_shown_with_the_bytes_that_each_moves(tiny, monkeypatch, capsys, dtype):
-    monkeypatch.setattr(launches, "_ROUNDS", 1)
-    asked = ["--launches", "--elements", "256", "--optimizer", "AdamW", "--dtype", dtype]
-    bench.main(["--device", "cpu", "--backend", "triton", *asked])
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    titles = [line for line in printed if line[:1] == ["AdamW,"]]
-    assert len(titles) == (2 if dtype == "float32" else 4)
-    each = ["step", "detect_kernel", "control_kernel", "update_kernel"]
-    assert [line[-1] for line in printed if line[-1:] and line[-1] in each] == each * len(titles)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ampopt.bench.count import bytes_by_kernel
 from ampopt.bench.measure import device_seconds, host_seconds, warmed
 from ampopt.bench.workloads import SCALE, Gradients, Workload
 
-__all__ = ["LaunchTimes", "measure", "table"]
+__all__ = ["measure"]
 
 _ROUNDS = 20
 
@@ -113,15 +113,3 @@ def _time_launch(
         restore()
         devices.append(device_seconds(call, device, hosts[-1]))
     return LaunchTimes(name, statistics.median(hosts), statistics.median(devices), n_bytes)
-
-
-def table(rows: list[LaunchTimes], bandwidth: float | None) -> str:
-    """Format the results: microseconds, and the share of the bandwidth that a copy reaches."""
-    lines = [f"{'host us':>9} {'device us':>10} {'GB/s':>8} {'of copy':>8}  launch"]
-    for row in rows:
-        speed = row.bytes / row.device
-        share = f"{speed / bandwidth:.2f}" if bandwidth and row.bytes else "-"
-        rate = f"{speed / 1e9:.1f}" if row.bytes else "-"
-        figures = f"{row.host * 1e6:9.1f} {row.device * 1e6:10.1f} {rate:>8} {share:>8}"
-        lines.append(f"{figures}  {row.name}")
-    return "\n".join(lines)
