@@ -17,7 +17,8 @@ _ABOUT = """\
 `python -m evidence.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
 was run: a model of one 4 by 4 weight (96 by 96 for small states) trains on the CPU, with an
 overflow in between, and the result is checked. The tests run every cell again. ✔ means that it
-works; a number refers to the error message, or to what is missing, below the table.
+works; a number refers to the error message, or to what is missing, below the table. Optimizers with
+the same cells share a row.
 
 - **float16 parameters**, **bfloat16 parameters**: without master weights; **master weights**:
   float16 with `master_weights=True`. An overflowed step changes nothing, bit for bit.
@@ -69,9 +70,9 @@ def page(classes: Iterable[type[Any]]) -> str:
         AssertionError: an optimizer gives a wrong result; the message names the cell.
     """
     reasons: dict[str, int] = {}
-    lines = [["", *CELLS], ["---", *("---" for _ in CELLS)]]
+    names: dict[tuple[str, ...], list[str]] = {}  # of the optimizers with these cells
     for cls in classes:
-        lines.append([f"`{cls.__name__}`"])
+        cells = []
         for column in CELLS:
             try:
                 text = verdict(cls, column)
@@ -79,7 +80,10 @@ def page(classes: Iterable[type[Any]]) -> str:
                 raise AssertionError(f"{cls.__name__}, {column}: {error}") from error
             kind, _, why = text.partition(": ")
             number = f" ({reasons.setdefault(why, len(reasons) + 1)})" if why else ""
-            lines[-1].append(kind + number)
+            cells.append(kind + number)
+        names.setdefault(tuple(cells), []).append(f"`{cls.__name__}`")
+    lines = [["", *CELLS], ["---", *("---" for _ in CELLS)]]
+    lines += [[", ".join(alike), *cells] for cells, alike in names.items()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     notes = "\n".join(f"{number}. {why}" for why, number in reasons.items())
     version = ".".join(torch.__version__.split(".")[:2])
