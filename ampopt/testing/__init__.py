@@ -18,8 +18,8 @@ _pytest.register_assert_rewrite(
     *(
         f"ampopt.testing.{name}"
         for name in (
-            *("beside", "calls", "changes", "closures", "machine", "scaling", "skipping"),
-            *("small_states", "steps", "storage"),
+            *("calls", "closures", "reference_training", "scaling", "skipping", "small_states"),
+            *("state_machine", "state_machine_changes", "state_machine_steps", "storage"),
         )
     )
 )
@@ -37,9 +37,9 @@ from ampopt.testing.bits import (  # noqa: E402
 from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients  # noqa: E402
 from ampopt.testing.claims import QUICK  # noqa: E402
 from ampopt.testing.contract import OptimizerContract  # noqa: E402
-from ampopt.testing.device import as_on_a_device  # noqa: E402
 from ampopt.testing.no_sync import ReadBack, assert_no_sync  # noqa: E402
 from ampopt.testing.overflow import inject_overflow  # noqa: E402
+from ampopt.testing.pretended_device import as_on_a_device  # noqa: E402
 
 __all__ = [
     "QUICK",

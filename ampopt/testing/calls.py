@@ -14,8 +14,8 @@ import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits
 from ampopt.testing.blueprints import History, Scale, set_gradients
 from ampopt.testing.claims import Claims, invariant
-from ampopt.testing.device import as_on_a_device
 from ampopt.testing.no_sync import assert_no_sync
+from ampopt.testing.pretended_device import as_on_a_device
 from ampopt.testing.scaling import finite
 from ampopt.testing.skipping import ending_well, ways
 from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train

@@ -21,7 +21,7 @@ import ampopt
 from ampopt._step.small_states import of_any_size
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
-from ampopt.testing.device import as_on_a_device
+from ampopt.testing.pretended_device import as_on_a_device
 from ampopt_kernels import Rule
 
 __all__ = [

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampopt.testing.beside import Plain
 from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint
+from ampopt.testing.reference_training import Plain
 from ampopt.testing.rounding import Rounding
 
 __all__ = ["Float64"]

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from ampopt.testing.beside import Double
 from ampopt.testing.blueprints import Blueprint, number_of
-from ampopt.testing.changes import Changes, kinds
 from ampopt.testing.claims import (
     Claims,
     check_claims,
@@ -25,8 +23,10 @@ from ampopt.testing.claims import (
 )
 from ampopt.testing.failures import Failure, explained
 from ampopt.testing.float64 import Float64
-from ampopt.testing.machine import Call, Machine, call, precondition
-from ampopt.testing.steps import MOST
+from ampopt.testing.reference_training import Double
+from ampopt.testing.state_machine import Call, Machine, call, precondition
+from ampopt.testing.state_machine_changes import Changes, kinds
+from ampopt.testing.state_machine_steps import MOST
 
 __all__ = ["CallSequence", "Sequences"]
 
@@ -215,13 +215,13 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             make = keeping_signed(maker(contract(), options), signed)
             make = storing(make, state_bits=state_bits)
 
-            def beside(params: Sequence[Blueprint]) -> Any:
+            def make_reference(params: Sequence[Blueprint]) -> Any:
                 if of_float64:
                     return Float64(maker(contract(), options, of_reference=True), params, dtype)
                 return Double(make, params)
 
             params = [Blueprint(shape, BEGIN, dtype) for shape in shapes]
-            self.begin_with(make, beside, params, on_device)
+            self.begin_with(make, make_reference, params, on_device)
             self.use_scale(kind, 2.0)
             if contract.checkpoints:
                 self.last_checkpoint = self.checkpoint()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
+from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.claims import Claims, check_claims, invariant
-from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.skipping import ending_well
 from ampopt.testing.training import (
     Trained,

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.backend import host_may_look
 from ampopt.testing.bits import bits, everything
-from ampopt.testing.device import as_on_a_device
 from ampopt.testing.no_sync import assert_no_sync
+from ampopt.testing.pretended_device import as_on_a_device
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -26,11 +26,11 @@ from ampopt.testing import (
     inject_overflow,
     strategies,
 )
+from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.claims import positive_states
 from ampopt.testing.failures import Failure, Summary, of_example
-from ampopt.testing.machine import Call
-from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.sequences import CallSequence
+from ampopt.testing.state_machine import Call
 
 ROOT = Path(__file__).parents[3]
 THEIRS = """

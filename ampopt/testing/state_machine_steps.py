@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampopt._step.small_states import of_any_size
-from ampopt.testing.beside import Beside
 from ampopt.testing.blueprints import Blueprint, elements
 from ampopt.testing.claims import Claims, apart
-from ampopt.testing.device import as_on_a_device
-from ampopt.testing.machine import Machine, call, precondition
+from ampopt.testing.pretended_device import as_on_a_device
+from ampopt.testing.reference_training import ReferenceTraining
+from ampopt.testing.state_machine import Machine, call, precondition
 from ampopt.testing.strategies import NON_FINITE, values
 from ampopt.testing.training import seed
 
@@ -67,9 +67,9 @@ class Steps(Machine):
         self.kind, self.scale, self.number, self.finite = "number", 1.0, 1.0, 0
 
     def begin_with(
-        self, make: Any, beside: Any, params: Sequence[Blueprint], on_device: bool
+        self, make: Any, make_reference: Any, params: Sequence[Blueprint], on_device: bool
     ) -> None:
-        """Make the optimizer, and a reference training by ``beside(params)``."""
+        """Make the optimizer, and a reference training by ``make_reference(params)``."""
         self.contexts.enter_context(apart())
         self.contexts.enter_context(of_any_size())
         if on_device:
@@ -79,7 +79,7 @@ class Steps(Machine):
         self.mode = self.claims.modes[0] if self.claims.modes else None
         self.params = [p.parameter() for p in params]
         self.optimizer = make(list(self.params))
-        self.beside = Beside(lambda: beside(params))
+        self.reference_training = ReferenceTraining(lambda: make_reference(params))
         self.forget()
 
     def teardown(self) -> None:
@@ -88,7 +88,7 @@ class Steps(Machine):
 
     def check(self) -> None:
         """Check parameters, state, the scale, and that calls out of order raise."""
-        self.beside.training.check(self.params, self.optimizer)
+        self.reference_training.training.check(self.params, self.optimizer)
         if self.kind == "none":
             assert self.scale is None
         else:
@@ -106,7 +106,7 @@ class Steps(Machine):
                 self.optimizer.unscale_and_step(grads_scaled_by=self.number)
             for p, grad in zip(self.params, self.unscaled_gradients, strict=True):
                 p.grad = None if grad is None else grad.tensor(self.number)
-            self.beside.training.check(self.params, self.optimizer)
+            self.reference_training.training.check(self.params, self.optimizer)
         if self.sums is not None:
             with pytest.raises(RuntimeError, match="accumulate"):
                 self.optimizer.state_dict()
@@ -322,7 +322,7 @@ class Steps(Machine):
             result: the result of a step, or of a call of ``Claims.calls``.
             before: torch's random state before the call.
             what: what the reference training does, unless the call had to be skipped; see
-                :meth:`Beside.tell`.
+                :meth:`ReferenceTraining.tell`.
             arguments: the arguments of that.
         """
         overflows, gradients = self.overflows, any(self.unscaled_gradients)
@@ -331,7 +331,7 @@ class Steps(Machine):
             same = torch.equal(torch.get_rng_state(), before)
             assert same, "a skipped step drew random numbers"
         else:
-            self.beside.tell(what, *arguments)
+            self.reference_training.tell(what, *arguments)
         self.scale = result.scale
         if overflows and self.kind == "dynamic":
             self.number, self.finite = max(self.number / 2, FLOOR), 0

@@ -10,12 +10,12 @@ from hypothesis.stateful import rule
 from torch import Tensor
 
 import ampopt
-from ampopt.testing.beside import add_group, set_learning_rate
 from ampopt.testing.bits import assert_same, everything
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.machine import call, precondition
-from ampopt.testing.saving import from_bytes, to_bytes
-from ampopt.testing.steps import CEILING, FLOOR, INTERVAL, Steps
+from ampopt.testing.checkpoints import from_bytes, to_bytes
+from ampopt.testing.reference_training import add_group, set_learning_rate
+from ampopt.testing.state_machine import call, precondition
+from ampopt.testing.state_machine_steps import CEILING, FLOOR, INTERVAL, Steps
 
 __all__ = ["Changes", "kinds"]
 
@@ -30,7 +30,7 @@ class Checkpoint(NamedTuple):
         optimizer: the optimizer's state dict, as the bytes of a file.
         params: copies of the parameters.
         scale: kind of scale, the scale, its expected number, and the finite steps since it changed.
-        moment: position in the reference training; see :meth:`Beside.back_to`.
+        moment: position in the reference training; see :meth:`ReferenceTraining.back_to`.
         mode: mode of the optimizer, one of ``Claims.modes``.
     """
 
@@ -73,7 +73,7 @@ class Changes(Steps):
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all groups, as schedulers do."""
         set_learning_rate(self.optimizer, lr)
-        self.beside.tell("set_learning_rate", lr)
+        self.reference_training.tell("set_learning_rate", lr)
 
     @precondition(lambda self: self.takes_tensors)
     @rule(lr=st.sampled_from([0.5, 0.125]))
@@ -86,7 +86,7 @@ class Changes(Steps):
         tensor = torch.tensor(lr)
         for group in self.optimizer.param_groups:
             group["lr"] = tensor
-        self.beside.tell("set_learning_rate", lr)
+        self.reference_training.tell("set_learning_rate", lr)
 
     @property
     def takes_tensors(self) -> bool:
@@ -106,14 +106,14 @@ class Changes(Steps):
             now = everything(self.optimizer)
             assert_same(now, unchanged, f"changed by {mode}(), though it was the mode already")
         self.mode = mode
-        self.beside.tell("call", mode, None, before)
+        self.reference_training.tell("call", mode, None, before)
 
     def call_own(self, name: str) -> None:
         """Call a method of ``Claims.calls``, with the present gradients if it takes a scale."""
         method, before = getattr(self.optimizer, name), torch.get_rng_state()
         if "grads_scaled_by" not in inspect.signature(method).parameters:
             method()
-            self.beside.tell("call", name, None, before)
+            self.reference_training.tell("call", name, None, before)
             return
         if self.kind == "none" and (self.overflows or not any(self.unscaled_gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
@@ -143,7 +143,7 @@ class Changes(Steps):
             for p, old in zip(self.params, self.last_checkpoint.params, strict=True):
                 p.copy_(old)
         self.restore(self.last_checkpoint)
-        self.beside.back_to(self.last_checkpoint.moment)
+        self.reference_training.back_to(self.last_checkpoint.moment)
         self.drop()
 
     @property
@@ -159,7 +159,7 @@ class Changes(Steps):
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
         state = to_bytes(self.optimizer.state_dict())
-        return Checkpoint(state, params, scale, self.beside.now, self.mode)
+        return Checkpoint(state, params, scale, self.reference_training.now, self.mode)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load the optimizer's state and the scale."""
@@ -186,5 +186,5 @@ class Changes(Steps):
         """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.params.append(param.parameter())
         add_group(self.optimizer, self.params[-1], lr)
-        self.beside.tell("add", param, lr)
+        self.reference_training.tell("add", param, lr)
         self.unscaled_gradients = [*self.unscaled_gradients, None]

@@ -11,7 +11,7 @@ from ampopt.options import STATE_BITS
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint
 
-__all__ = ["Beside", "Double", "Plain", "add_group", "set_learning_rate"]
+__all__ = ["ReferenceTraining", "Double", "Plain", "add_group", "set_learning_rate"]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -29,7 +29,7 @@ def add_group(optimizer: torch.optim.Optimizer, param: Parameter, lr: float) -> 
     optimizer.add_param_group({"params": [param], "lr": lr, **bits})
 
 
-class Beside:
+class ReferenceTraining:
     """A reference training that runs in parallel with a test, and can return to an earlier moment.
 
     It returns by repeating every call from the start, not by ``state_dict`` or ``deepcopy``: those
