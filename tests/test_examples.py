@@ -11,7 +11,10 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from support.preloaded import Preloaded
+
+import ampopt
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -307,10 +310,28 @@ def test_custom_lion_trains_in_both_precisions_and_on_triton(run):
     assert float(difference) <= 12 * 2e-3
 
 
-def test_custom_lion_without_kernels_says_what_to_do(monkeypatch, capsys):
+@pytest.fixture
+def custom_lion(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
+    return runpy.run_path(str(EXAMPLES / "custom_lion.py"))
+
+
+def test_custom_lion_steps_as_ampopts(custom_lion):
+    """Whose rule keeps the contract; see ``ampopt/testing/test_built_ins.py``."""
+    ends = []
+    for cls in (custom_lion["Lion"], ampopt.Lion):
+        p = torch.nn.Parameter(torch.linspace(-2, 1, 8))
+        optimizer = cls([p], lr=0.125, betas=(0.5, 0.75), weight_decay=0.25)
+        for grad in (torch.linspace(-1, 3, 8), torch.linspace(2, -2, 8)):
+            p.grad = grad
+            optimizer.unscale_and_step(grads_scaled_by=4.0)
+        ends.append([p.detach(), optimizer.state[p]["exp_avg"]])
+    torch.testing.assert_close(*ends)
+
+
+def test_custom_lion_without_kernels_says_what_to_do(custom_lion, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["custom_lion.py", "--steps", "1"])
-    main = runpy.run_path(str(EXAMPLES / "custom_lion.py"))["main"]
+    main = custom_lion["main"]
     monkeypatch.setitem(main.__globals__, "INTERPRETED", False)
     monkeypatch.setattr("torch.set_num_threads", lambda n: None)
     main()

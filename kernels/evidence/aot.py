@@ -58,6 +58,10 @@ SMALL_STATES = ("8 bits", "16 bits", "8 bits in columns")
 """Further kinds of steps, whose states have codecs."""
 LOW_MASTERS = ("24-bit masters", "24-bit masters and 8 bits")
 """Further kinds of steps, of half-precision parameters with low bits."""
+IN_16_BITS = ("float16", "bfloat16", "masters", LOW_MASTERS[-1])
+"""Ways to keep 16-bit parameters: in that dtype alone, or bfloat16 with masters."""
+IN_EVERY_WAY = ("adam", "sgd")
+"""The rules that are compiled in all of these ways if few variants are."""
 QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
 
 
@@ -314,11 +318,17 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         dtypes: names of dtypes.
         quick: whether to try fewer flags. If not, all combinations with float32, and all off and
             all on with other dtypes. If so, all off and all on with float32, all on with float64
-            (which needs the most registers), all off with 16-bit dtypes. Small states and 24-bit
-            masters are tried with the flags that have most of them: in every way for Adam, and if
-            ``quick``, only both together for the other rules.
+            (which needs the most registers), all off with 16-bit dtypes, of whose ways
+            (``IN_16_BITS``) the rules take turns. Small states and 24-bit masters are tried with
+            the flags that have most of them: in every way for Adam, and if ``quick``, only both
+            together for the other rules.
     """
     names = list(names)
+
+    def has(name: str, way: str) -> bool:
+        turn = IN_16_BITS[names.index(name) % len(IN_16_BITS)]
+        return not quick or name in IN_EVERY_WAY or way == turn or way not in IN_16_BITS
+
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
         every = list(itertools.product((False, True), repeat=n))
@@ -326,8 +336,9 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         if quick and dtype != "float32":
             extremes = extremes[-1:] if dtype == "float64" else extremes[:1]
         for flags in every if dtype == "float32" and not quick else extremes:
-            yield Case(name, flags, dtype)
-            if dtype == "bfloat16" or (dtype == "float16" and not quick):
+            if has(name, dtype):
+                yield Case(name, flags, dtype)
+            if (dtype == "bfloat16" and has(name, "masters")) or (dtype == "float16" and not quick):
                 yield Case(name, flags, dtype, masters=True)
         if name == names[0]:
             for request in REQUESTS[1:]:
@@ -339,7 +350,8 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         if more and dtype in ("float32", "bfloat16"):
             for request in SMALL_STATES[: None if name == "adam" else 1]:
                 yield Case(name, small, dtype, request, masters=dtype == "bfloat16")
-        if dtype == "bfloat16" or (more and dtype == "float16"):
+        low = dtype == "bfloat16" and has(name, LOW_MASTERS[-1])
+        if low or (more and dtype == "float16"):
             for request in LOW_MASTERS[None if name == "adam" else -1 :]:
                 yield Case(name, small, dtype, request)
 

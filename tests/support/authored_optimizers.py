@@ -8,6 +8,7 @@ from torch import Tensor
 import ampopt
 from ampopt.testing import OptimizerContract
 from ampopt_kernels import Codec, Rule, State, jit, sqrt_rn, tl
+from support.contracts import OF_RULES
 from support.optimizers import Plain, Signed
 
 __all__ = ["CORRECT", "EVEN", "Coded", "Decayed", "OwnHooks", "Selecting", "contract_of"]
@@ -220,7 +221,7 @@ class Coded(ampopt.ElementwiseOptimizer):
 
 CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Plain": (Plain, {}),
-    "Signed": (Signed, {"continuous": False}),
+    "Signed": (Signed, {**OF_RULES, "continuous": False}),
     "Decayed": (Decayed, {"sync_free": False}),
     "Selecting": (Selecting, {"sync_free": True}),
     "OwnHooks": (OwnHooks, {}),

@@ -10,7 +10,15 @@ from ampopt.testing import OptimizerContract, strategies
 from support.strategies import fewer
 from support.transcribed_optimizers import transcribed
 
-__all__ = ["INTERPRETED", "OF_ONE_RULE", "OF_RULES", "OTHERS", "Small", "contract_of"]
+__all__ = [
+    "INTERPRETED",
+    "OF_ONE_KERNEL",
+    "OF_ONE_RULE",
+    "OF_RULES",
+    "OTHERS",
+    "Small",
+    "contract_of",
+]
 
 OF_KERNELS = (
     "a_finite_gradient_is_never_skipped",
@@ -35,27 +43,39 @@ OF_KERNELS = (
 """The invariants that a backend can break; all others are tested with ``eager`` only."""
 OF_ANY_RULE = (
     "a_bare_number_comes_back_as_it_is_or_halved",
+    "a_closure_is_gradients_and_a_step",
     "a_dynamic_scale_is_used_once",
     "a_failed_closure_changes_nothing",
     "a_finite_gradient_is_never_skipped",
     "a_loop_for_grad_scaler_gives_the_same",
+    "a_replay_is_a_start_with_the_smaller_scale",
     "a_scale_changes_nothing_for_a_closure",
     "a_scale_on_the_device_that_is_no_scale_skips",
     "a_static_scale_may_let_overflows_pass",
+    "a_step_leaves_gradients_alone",
     "a_sum_of_flags_skips",
     "calls_out_of_order_are_refused",
+    "clipping_does_not_depend_on_the_scale",
+    "each_group_has_its_own_learning_rate",
     "gradients_are_judged_after_unscaling",
+    "max_norm_is_clip_grad_norm",
+    "no_control_point_waits_for_the_device",
     "no_gradients_is_no_step",
+    "no_scale_is_step",
+    "order_and_groups_of_parameters_do_not_matter",
+    "parameters_without_gradients_stay",
     "ranks_that_add_up_their_flags_agree",
     "replays_end",
+    "split_is_joined",
     "step_after_unscale_may_be_step",
     "step_hooks_run_on_every_attempt",
     "the_scale_follows_its_schedule_within_its_bounds",
     "unscale_divides_gradients_by_the_scale",
     "zero_grad_discards_what_was_unscaled",
 )
-"""Those that depend on what all rules have in common: control points, and the passes before that
-of the rule."""
+"""Those that depend on what all rules have in common: control points, groups, and the passes around
+the rule. The others are about its mathematics and its states. That no rule waits is tested in
+steps/test_no_sync.py."""
 OTHERS = {
     name: None
     for name in dir(OptimizerContract)
@@ -64,7 +84,14 @@ OTHERS = {
 """Class attributes that remove the other invariants from a contract."""
 OF_ONE_RULE: dict[str, Any] = {f"test_{name}": None for name in OF_ANY_RULE}
 """Class attributes that remove from the contract of a rule what those of other rules show."""
-assert all(hasattr(OptimizerContract, name) for name in OF_ONE_RULE)
+OF_ONE_KERNEL: dict[str, Any] = {
+    **OF_ONE_RULE,
+    "test_complex_parameters": None,
+    "test_half_precision_parameters": None,
+    "test_layout_does_not_matter": None,
+}
+"""Those, and what kernels load and store for any rule in the same way."""
+assert all(hasattr(OptimizerContract, name) for name in OF_ONE_KERNEL)
 
 INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
 """Few and short examples, because each call of Triton's interpreter takes milliseconds."""

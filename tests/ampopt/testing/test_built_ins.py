@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support.contracts import INTERPRETED, OF_ONE_RULE, OTHERS, Small, contract_of
+from support.contracts import INTERPRETED, OF_ONE_KERNEL, OF_ONE_RULE, OTHERS, Small, contract_of
 from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE
 from support.strategies import fewer
 from support.torch_options import RICH
@@ -51,7 +51,7 @@ def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claim
     # Each of LBFGS's takes a closure.
     others = {} if cls is ampopt.LBFGS else OTHERS
     if cls not in FOR_ALL:
-        others = {**others, **OF_ONE_RULE}
+        others = {**others, **OF_ONE_KERNEL}
     return contract_of(cls, suffix, bases, **others, **claims)
 
 

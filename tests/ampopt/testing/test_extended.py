@@ -1,20 +1,18 @@
-"""Extended and patched optimizers, and a rule as users write it, keep the contract."""
+"""Extended and patched optimizers keep the contract, and on kernels a rule as users write it.
 
-import importlib
-import sys
-from pathlib import Path
+On eager, the contract of that rule is with those of other correct optimizers.
+"""
+
 from typing import Any
 
 import pytorch_optimizer
 import torch
 from support.authored_optimizers import contract_of
 from support.contracts import INTERPRETED, OF_ONE_RULE, OF_RULES, OTHERS, Small
+from support.optimizers import Signed
 from support.strategies import fewer
 
 import ampopt
-
-sys.path.append(str(Path(__file__).parents[3] / "examples"))
-LION: Any = importlib.import_module("custom_lion").Lion
 
 
 def patched(params: Any) -> Any:
@@ -23,7 +21,7 @@ def patched(params: Any) -> Any:
 
 
 PATCHED: Any = patched
-OF_LION = {**OF_RULES, "continuous": False}  # it goes by signs
+OF_SIGNED = {**OF_RULES, "continuous": False}  # it goes by signs
 CONTRACTS: dict[str, Any] = {
     # It counts the steps of a group on the host, and, as any torch optimizer with attributes of
     # its own, is no optimizer once it is copied.
@@ -37,13 +35,12 @@ CONTRACTS: dict[str, Any] = {
         {"independent_parameters": False, "deepcopies": False, "settings": fewer(0.1)},
     ),
     "PatchedNAdam": contract_of(PATCHED, {"settings": fewer(0.1)}),
-    "Lion": contract_of(LION, {**OF_LION, **OF_ONE_RULE, "settings": fewer(0.1)}),
 }
 FEW = {"triton": INTERPRETED, "compiled": fewer(0.25)}
 for _backend in ("triton", "compiled"):
-    _claims = {**OF_LION, **OTHERS, **OF_ONE_RULE, "backend": _backend, "on_device": (False,)}
-    CONTRACTS[f"LionOn{_backend.title()}"] = contract_of(
-        LION, {**_claims, "settings": FEW[_backend]}, (Small,)
+    _claims = {**OF_SIGNED, **OTHERS, **OF_ONE_RULE, "backend": _backend, "on_device": (False,)}
+    CONTRACTS[f"SignedOn{_backend.title()}"] = contract_of(
+        Signed, {**_claims, "settings": FEW[_backend]}, (Small,)
     )
 for _name, _contract in CONTRACTS.items():
     _contract.__name__ = _contract.__qualname__ = f"Test{_name}"
