@@ -207,9 +207,7 @@ class SkipPolicy:
                 result = step()
         except Exception as error:  # perhaps because of the non-finite gradients
             failure = error
-        changed_object = host.changed_object() or (
-            _IN_HOST_MEMORY if writes.on_host(skip) else None
-        )
+        changed_object = _changed_object(host, writes, skip)
         if failure is None and changed_object is None:
             writes.undo_where(skip)
             return result
@@ -234,9 +232,7 @@ class SkipPolicy:
         writes = CopyOnWriteMode(host.tensors, bypasses_dispatcher=self._bypasses_dispatcher)
         with writes:
             result = step()
-        changed_object = host.changed_object() or (
-            _IN_HOST_MEMORY if writes.on_host(skip) else None
-        )
+        changed_object = _changed_object(host, writes, skip)
         if changed_object is not None:
             self._choose_mode(optimizer, host, changed_object)
         elif all(torch.equal(_whole(t), old) for t, old in before if not writes.saw(t)):
@@ -297,6 +293,11 @@ def skip_policy_of(
     policy = SkipPolicy("host", mode_is_fixed=True)
     policy.on_accelerator = on_accelerator
     return policy
+
+
+def _changed_object(host: PythonState, writes: CopyOnWriteMode, skip: Tensor) -> str | None:
+    """The name of what a step has changed and no select on the device restores, if anything."""
+    return host.changed_object() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -172,12 +172,13 @@ class Eager(Backend):
         """See :meth:`Backend.update`."""
         if self._sees_skip(decision):
             return
-        keep, (inverse, clip) = functools.partial(_select, decision.skip > 0), self._of(decision)
-        rule = work.rule
+        rule, (inverse, clip) = work.rule, self._of(decision)
         assert rule is not None
         if self.host_sees:
+            keep: Callable[[Tensor, Tensor], Tensor] = _take_new
             advanced = _advance_on_host(work, rule, decision.sums)
         else:
+            keep = functools.partial(_select, decision.skip > 0)
             advanced = _advance(work, rule, keep, decision.sums)
         for index, row, whole in work.present_rows():
             dtype = row.compute_dtype
@@ -239,6 +240,11 @@ class Eager(Backend):
         for index, row, grad in work.present_rows():
             h = (*self._of(decision), *coefficients[index])
             yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
+
+
+def _take_new(old: Tensor, new: Tensor) -> Tensor:
+    """``new``: the host knows that the step is not skipped."""
+    return new
 
 
 def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
