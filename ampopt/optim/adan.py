@@ -15,8 +15,8 @@ __all__ = ["Adan"]
 class Adan(ElementwiseOptimizer):
     """Adan: Nesterov momentum by averages of gradients and of their differences.
 
-    Xie et al., Adan: Adaptive Nesterov Momentum Algorithm (2208.06677), algorithm 1. Steps are
-    those of ``adan.py`` in sail-sg/Adan, with its defaults and the names of its state.
+    Xie et al., Adan: Adaptive Nesterov Momentum Algorithm (2208.06677), algorithm 1. Adan takes the
+    same steps as ``adan.py`` in sail-sg/Adan, with the same defaults and state names.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.

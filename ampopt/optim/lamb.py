@@ -17,9 +17,9 @@ class LAMB(ElementwiseOptimizer):
 
     You et al., Large Batch Optimization for Deep Learning (1904.00962), algorithm 2. The update of
     a parameter is ``lr * |p| / |u| * u``, where ``u`` is Adam's direction plus ``weight_decay *
-    p``. Steps are those of ``fused_lamb.py`` in NVIDIA/apex with ``use_nvlamb=True``, with its
-    defaults. Both norms are computed on the device, which reads parameter, gradient and averages
-    once more for them; for a sharded parameter, they are those of the whole parameter.
+    p``. LAMB takes the same steps as ``fused_lamb.py`` in NVIDIA/apex with ``use_nvlamb=True``,
+    with the same defaults. The device computes both norms, for which it reads parameter, gradient
+    and averages once more. For a sharded parameter, the norms are those of the whole parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.

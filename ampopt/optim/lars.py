@@ -16,9 +16,10 @@ class LARS(ElementwiseOptimizer):
     """LARS: SGD with a learning rate for each parameter, from its norm and that of its gradient.
 
     You et al., Large Batch Training of Convolutional Networks (1708.03888). A parameter's gradient
-    is multiplied by ``trust_coefficient * |p| / (|g| + weight_decay * |p|)`` before momentum. Steps
-    are those of ``lars.py`` in kozistr/pytorch_optimizer, with its defaults. Both norms are
-    computed on the device; for a sharded parameter, they are those of the whole parameter.
+    is multiplied by ``trust_coefficient * |p| / (|g| + weight_decay * |p|)`` before momentum. LARS
+    takes the same steps as ``lars.py`` in kozistr/pytorch_optimizer, with the same defaults. Both
+    norms are computed on the device. For a sharded parameter, they are those of the whole
+    parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.

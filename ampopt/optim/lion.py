@@ -15,10 +15,10 @@ __all__ = ["Lion"]
 class Lion(ElementwiseOptimizer):
     """Lion: each element moves by the learning rate, in the direction of a sign; with weight decay.
 
-    Chen et al., Symbolic Discovery of Optimization Algorithms (2302.06675), algorithm 2. Steps are
-    those of ``lion_pytorch.py`` in google/automl, with its defaults and the names of its state.
-    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a ``weight_decay``
-    larger by the same factor.
+    Chen et al., Symbolic Discovery of Optimization Algorithms (2302.06675), algorithm 2. Lion takes
+    the same steps as ``lion_pytorch.py`` in google/automl, with the same defaults and states. The
+    authors advise a learning rate 3 to 10 times smaller than AdamW's, and a ``weight_decay`` larger
+    by the same factor.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.

@@ -32,8 +32,8 @@ class Muon(Optimizer, torch.optim.Muon):
     """``torch.optim.Muon`` with loss scaling, overflow tests and skips built in.
 
     Constructor, defaults, results and ``step`` are torch's: the step orthogonalizes whole matrices
-    in bfloat16, which no elementwise rule can. Neither the step nor the inherited
-    methods synchronize, unless a closure is passed.
+    in bfloat16, which no elementwise rule can do. Neither the step nor the inherited methods
+    synchronize, unless a closure is passed.
 
     On ``DTensor`` parameters, results are those of one process that has the whole matrices: each
     matrix is gathered on one rank, which orthogonalizes it and sends the shards of the update back.

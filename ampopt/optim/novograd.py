@@ -16,8 +16,9 @@ class NovoGrad(ElementwiseOptimizer):
     """NovoGrad: gradients divided by an average of their norm, one number for each parameter.
 
     Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments (1905.11286).
-    Steps are those of ``novograd.py`` in kozistr/pytorch_optimizer, with its defaults. The norm is
-    computed on the device; for a sharded parameter, it is that of the whole parameter.
+    NovoGrad takes the same steps as ``novograd.py`` in kozistr/pytorch_optimizer, with the same
+    defaults. The norm is computed on the device. For a sharded parameter, it is that of the whole
+    parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.

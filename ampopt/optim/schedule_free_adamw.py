@@ -18,8 +18,9 @@ __all__ = ["ScheduleFreeAdamW"]
 class ScheduleFreeAdamW(ElementwiseOptimizer):
     """Schedule-free AdamW: averages its own iterates instead of following a learning-rate schedule.
 
-    Defazio et al., The Road Less Scheduled (2405.15682). Steps are those of ``AdamWScheduleFree``
-    of facebookresearch/schedule_free, with its defaults. Parameters are in one of two modes::
+    Defazio et al., The Road Less Scheduled (2405.15682). This class takes the same steps as
+    ``AdamWScheduleFree`` of facebookresearch/schedule_free, with the same defaults. Parameters are
+    in one of two modes::
 
         optimizer.train()   the point where gradients are computed; the initial mode; steps need it
         optimizer.eval()    the average: to evaluate the model, and to save it for inference

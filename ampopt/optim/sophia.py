@@ -25,9 +25,10 @@ class Sophia(ElementwiseOptimizer):
     """Sophia-G: momentum divided by an estimate of the Hessian's diagonal, clipped elementwise.
 
     Liu et al., Sophia: A Scalable Stochastic Second-order Optimizer (2305.14342), algorithm 3, with
-    the Gauss-Newton-Bartlett estimator. Steps are those of ``SophiaG`` in Liuhong99/Sophia, with
-    its defaults and the names of its state. Every ten steps or so, call :meth:`update_hessian`
-    with the gradients of a loss whose labels are drawn from the model's own output::
+    the Gauss-Newton-Bartlett estimator. Sophia takes the same steps as ``SophiaG`` in
+    Liuhong99/Sophia, with the same defaults and state names. Every ten steps or so, call
+    :meth:`update_hessian` with the gradients of a loss whose labels are drawn from the model's own
+    output::
 
         scale_outputs(cross_entropy(logits, Categorical(logits=logits).sample()), scale).backward()
         _, scale = optimizer.update_hessian(grads_scaled_by=scale)
