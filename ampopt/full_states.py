@@ -31,8 +31,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             the result is its ``state_dict()``.
 
     Returns:
-        The state dict. States and masters that were kept in fewer bits are new float32 tensors
-        (new ``DTensor``s if they were ``DTensor``s). All others are the optimizer's own tensors.
+        The state dict. States and masters that were kept in fewer bits are new float32 tensors,
+        of the same sharding. All others are the optimizer's own tensors.
         Does not synchronize.
 
     Raises:
