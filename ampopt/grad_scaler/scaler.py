@@ -14,8 +14,8 @@ from ampopt._step.ranks import UnpicklableGroup, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import scheduled
-from ampopt.grad_scaler.closures import evaluation, refusal, split
 from ampopt.grad_scaler.other_optimizers import Record
+from ampopt.grad_scaler.step_closures import evaluation, refusal, split
 from ampopt.loss_scale.arguments import check_device_type
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale

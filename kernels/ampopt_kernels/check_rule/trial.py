@@ -8,7 +8,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.check_rule import by_source, by_triton, codecs, factors
+from ampopt_kernels.check_rule import by_source, by_triton, codec_trial, factor_trial
 from ampopt_kernels.check_rule.function import Function, described, functions_of, own_codecs
 from ampopt_kernels.cpu.expressions import LANGUAGE, Expression, Program
 from ampopt_kernels.rule import Rule, keep, keep_all
@@ -55,7 +55,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
         for own in coding:
             _check_blocks(own.encode, {"code": _call(own.encode, _block(), _block())})
             _check_blocks(own.decode, {"x": _call(own.decode, _block())})
-            codecs.check(own)
+            codec_trial.check(own)
         known_to_compile = rule.update.fn.__module__.startswith("ampopt_kernels.rules.")
         if not known_to_compile or coding:
             by_triton.check(rule, flags, n_hyper, owner)
@@ -171,7 +171,7 @@ def _check_averages(
             "else for each state that has a shape, in their order"
         )
     if rule.factors is not None:
-        factors.check(rule, flags, len(h), function.owner)
+        factor_trial.check(rule, flags, len(h), function.owner)
 
 
 def _check_update(rule: Rule, flags: tuple[bool, ...], h: _Given, function: Function) -> None:
