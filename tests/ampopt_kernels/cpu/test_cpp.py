@@ -169,13 +169,17 @@ few = settings(max_examples=4, phases=(Phase.explicit, Phase.reuse, Phase.genera
 
 
 @pytest.mark.parametrize("name", RULES)
-@few
+@settings(few, max_examples=2)
 @given(data=st.data())
 def test_every_rule_has_the_same_bits_in_cpp(name, data):
-    """With any flags and dtypes. Four combinations are compiled, each for several sizes."""
-    rule = RULES[name]
-    flags = tuple(data.draw(st.booleans()) for _ in rule.flags)
-    dtypes = data.draw(st.sampled_from(DTYPES_OF_TENSORS))
+    """With any flags and dtypes. Two combinations are compiled, each for several sizes.
+
+    Hypothesis draws alike for all rules, so each rule begins with other dtypes and flags.
+    """
+    rule, number = RULES[name], list(RULES).index(name)
+    flags = tuple(data.draw(st.booleans()) != bool(number % 2) for _ in rule.flags)
+    first = number % len(DTYPES_OF_TENSORS)
+    dtypes = data.draw(st.sampled_from(DTYPES_OF_TENSORS[first:] + DTYPES_OF_TENSORS[:first]))
     for _ in range(4):
         hyper = flat([data.draw(st.sampled_from(some)) for some in samples_of(rule)])
         step = data.draw(st.sampled_from([0.0, 1.0, 6.0, 1000.0]))
