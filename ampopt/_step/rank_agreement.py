@@ -300,7 +300,7 @@ class Agreement:
         if self._names_ranks and self._mesh is None:
             raise RuntimeError(
                 "a rule that sums over parameters needs all of them on one mesh, but they are on "
-                "several meshes, none of which covers the others: make an optimizer for each mesh"
+                "several meshes, and none covers the others: make an optimizer for each mesh"
             )
         self._all_reduce(each, groups_of(self._mesh) if self._names_ranks else self._groups)
 

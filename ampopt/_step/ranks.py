@@ -95,7 +95,7 @@ def agreement(
     mesh = covering(meshes)
     if process_group is None and mesh is None:
         raise NoCommonGroupError(
-            f"the parameters are on several meshes, none of which covers the others: {meshes}. "
+            f"the parameters are on several meshes, and none covers the others: {meshes}. "
             "Make one mesh with names for its dimensions, and shard over its submeshes, such as "
             "mesh['dp'] and mesh['tp']; or give the optimizer the process_group of all their ranks"
         )
