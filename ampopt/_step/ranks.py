@@ -31,7 +31,6 @@ __all__ = [
     "are_several",
     "check_process_group",
     "check_replicated",
-    "group_key",
     "has_others",
     "is_fsdp1",
     "may_be_replaced",
@@ -169,8 +168,9 @@ class AgreementCache:
             self._groups, self._params, self._key = groups, list(params_of(groups)), None
             lists = [groups, *(group["params"] for group in groups)]
             self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
+        replicated = [group.get(REPLICATED) for group in groups]
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
-        key = group_key(groups, process_group), placements(self._params)
+        key = process_group, replicated, placements(self._params)
         if key != self._key:
             self._agreement = agreement(
                 groups,
@@ -180,11 +180,6 @@ class AgreementCache:
             )
             self._key = key
         return self._agreement
-
-
-def group_key(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
-    """The options by which users name ranks, to compare with those of an earlier step."""
-    return process_group, [group.get(REPLICATED) for group in param_groups]
 
 
 # --- what users pass ------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def check_memory(
     """
     # No Python runs for each of thousands of tensors, if all are as they should be.
     everything = [*written, *others]
-    own = dtensor.local_tensors(map(_tensor_of, everything))
+    own = dtensor.local_of_each(list(map(_tensor_of, everything)))
     devices = list(map(_device_of, own))
     for device in set(devices):
         if device.type not in _WITH_ADDRESSES:

@@ -1,7 +1,7 @@
 """``DTensor``s: their local tensors, and gradients and states with the same placements."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -17,7 +17,6 @@ __all__ = [
     "is_placed_as",
     "local",
     "local_of_each",
-    "local_tensors",
     "placed_as",
     "placements",
     "redistribute_gradient",
@@ -38,11 +37,6 @@ def local(tensor: Any) -> Tensor:
         return tensor
     part = getattr(tensor, LOCAL_TENSOR)
     return part if type(part) is Tensor else _waited_for(part)
-
-
-def local_tensors(tensors: Iterable[Any]) -> list[Tensor]:
-    """:func:`local` of each of ``tensors``."""
-    return [tensor if type(tensor) in _THERE else local(tensor) for tensor in tensors]
 
 
 def _waited_for(part: Any) -> Tensor:
