@@ -201,22 +201,17 @@ class GradScaler(scheduled.ScheduledScaler):
 
         ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
         was skipped. They have the dtype of ``p.grad``, so small values may be 0 in float16; the
-        step itself uses float32. With ``master_weights=True`` after :meth:`unscale_`, they are the
-        gradients of the master weights. Whether ``max_norm`` has clipped ``p.grad`` is not
-        specified, and an optimizer with its own ``unscale_and_step`` may leave anything there.
-
-        Gradients are not checked again if they change after :meth:`unscale_`. As with torch's
-        scaler, a gradient that you set to NaN is applied, and a step is still skipped if you
-        replace the inf or NaN that :meth:`unscale_` found.
+        step itself uses float32. Gradients that you change after :meth:`unscale_` are not checked
+        again.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as
         torch's fused ones. For any other optimizer it synchronizes to read the flag.
 
-        A closure is evaluated again with a smaller scale while its gradients overflow, so nothing
-        is skipped; see :meth:`ampopt.Optimizer.unscale_and_step`. It zeroes the gradients, runs the
-        model, scales the loss, calls ``backward()`` and returns the unscaled loss. To scale the
-        loss, it uses the scale that is its argument or, if it takes none, ``scaler.scale``.
+        A closure zeroes the gradients, runs the model, scales the loss, calls ``backward()`` and
+        returns the unscaled loss. If its gradients overflow, it is evaluated again with a smaller
+        scale, and nothing is skipped. The closure scales the loss by its argument or, if it takes
+        none, by ``scaler.scale``.
 
         Args:
             optimizer: the optimizer to step.

@@ -33,30 +33,25 @@ def _also_as_s(function: Callable[_P, _Outputs]) -> Callable[_P, _Outputs]:
 def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
     """Multiply a loss, or every tensor of a nested structure, by the loss scale.
 
-    The product is float32 or wider, so that the loss of a float16 model does not overflow. Does not
-    synchronize.
+    The product is float32 or wider, so that the loss of a float16 model does not overflow
+    (``torch.amp.GradScaler.scale`` keeps a float16 loss of shape ``(1,)`` in float16). For one
+    tensor and a :class:`~ampopt.LossScale`, ``loss * scale`` is the same. Does not synchronize.
 
     Example:
         >>> loss = torch.tensor([1.5], dtype=torch.float16)
         >>> scale_outputs({"loss": loss}, 2.0**16)
         {'loss': tensor([98304.])}
 
-    For one tensor and a :class:`~ampopt.LossScale`, ``loss * scale`` is the same. Pass the same
-    scale as ``grads_scaled_by`` to every optimizer that steps with the gradients: a gradient does
-    not show its scale. The first step without a scale after this call warns.
-
-    The gradient of ``outputs`` is ``scale``. It is inf for a float16 loss and a scale above 65504,
-    float16's largest number: compute losses in float32, as autocast does. ``scale`` has no
-    gradient. It is copied to the device of each output.
-
-    Differs from ``torch.amp.GradScaler.scale``, which keeps a float16 loss of shape ``(1,)`` in
-    float16, where it overflows.
+    Traps: pass the same scale as ``grads_scaled_by`` to every optimizer that steps with the
+    gradients, because a gradient does not show its scale. Compute losses in float32, as autocast
+    does: the gradient of ``outputs`` is ``scale``, and float16 holds no more than 65504.
 
     Args:
         outputs: a floating-point tensor, or nested lists, tuples, named tuples, dicts and other
             classes registered as pytrees of such tensors.
         scale: ``None`` for no scaling, a positive number, a floating-point tensor of one element,
-            or a :class:`~ampopt.LossScale`.
+            or a :class:`~ampopt.LossScale`. It is copied to the device of each output, and gets no
+            gradient.
 
     Returns:
         The same structure of products: float64 for float64, else float32. For ``scale=None``,
@@ -65,9 +60,8 @@ def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
     Raises:
         TypeError: ``outputs`` holds something other than floating-point tensors, or ``scale`` is
             not ``None``, a number, a tensor or a ``LossScale``.
-        ValueError: ``scale`` is a tensor that is not one floating-point element, that is on meta
-            while an output is not, or that is a ``found_inf``; or a number that is not positive and
-            in float32's normal range.
+        ValueError: ``scale`` is a number that is not positive and in float32's normal range, a
+            tensor of another shape or dtype, a ``found_inf``, or on meta while an output is not.
     """
     if scale is None:
         return outputs
