@@ -117,6 +117,7 @@ GROWING = [
     Step(ALL - {2}, "at once", 1.0, 0, "all states"),
     Step(ALL, "at once", 1.0, -1, "memory"),
     Step(ALL, "clipped", 0.5, -1, "layout of a gradient"),
+    Step(ALL, "at once", 1.0, -1, "a state"),
 ]
 """Each step but the first changes what another plan was made of."""
 
