@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ampopt_kernels.native import build
 from support.preloaded import Preloaded, python_path
 from support.quick_interpreter import make_it_quick
 
@@ -163,6 +164,7 @@ def _serve(connection: Connection, rank: int, n: int, folder: str) -> None:
     faulthandler.register(signal.SIGUSR1, where)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    build.SPEED["-O"] = "-O1"  # as in support.fixtures, so that ranks load what is compiled already
     torch.use_deterministic_algorithms(True)  # as in fixtures.py
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     make_it_quick()
