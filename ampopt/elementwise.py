@@ -11,9 +11,9 @@ from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.closures import call_closure
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import StrategyAttribute
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.hyperparameters import check_like
 from ampopt._step.loading import check_loaded, convert_loaded
-from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.param_checks import check_options, check_rule
 from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
@@ -51,7 +51,7 @@ def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> StepSt
     """
     runner = RuleRunner(optimizer, _torchs_step, **facts)
     if own_step:
-        return OrdinaryStep(optimizer, runner=runner)
+        return HandwrittenStep(optimizer, runner=runner)
     return RuleStep(optimizer, runner, beneath_hooks(ElementwiseOptimizer.step))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.loading import loaded_uncast
-from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_for
@@ -71,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
 
     skip_by: str = "auto"
     process_group: Any = None
-    _ampopt = StrategyAttribute(OrdinaryStep)
+    _ampopt = StrategyAttribute(HandwrittenStep)
     _step_supports_amp_scaling = torch_scaler.SupportsAmpScaling()
     """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 

@@ -17,7 +17,7 @@ import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
 from ampopt._step.by_rule import FIRST, RuleStep
-from ampopt._step.skip_policy import Mode, SkipPolicy
+from ampopt._step.step_rollback import Mode, SkipPolicy
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.step_data import Decision

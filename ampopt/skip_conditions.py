@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ampopt.loss_scale.arguments import check_count, check_number
 from ampopt.optimizer import Optimizer, check_optimizer
-from ampopt_kernels.decide import RUNNING, Check, Window
 from ampopt_kernels.devices import to_device
+from ampopt_kernels.step_decision import RUNNING, Check, Window
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.watch_statistics import CAUSES
 

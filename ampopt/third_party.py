@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt import optim
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.ranks import check_process_group
-from ampopt._step.skip_policy import SKIP_BY
+from ampopt._step.step_rollback import SKIP_BY
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
 from ampopt._step.torch_scaler import following_unscale
@@ -129,7 +129,7 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     return cast("Optimizer", optimizer)
 
 
-class ExtendedStep(OrdinaryStep):
+class ExtendedStep(HandwrittenStep):
     """The strategy of an extended class, which may use names of ampopt's options for other things.
 
     Attributes:

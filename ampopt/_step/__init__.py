@@ -7,7 +7,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    its argument into a loss scale (``ampopt.loss_scale.arguments``), and returns the next scale.
 2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
-   its ``guards`` that only gradients and hyperparameters have changed. Otherwise
+   its ``plan_guards`` that only gradients and hyperparameters have changed. Otherwise
    ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``param_checks``,
    ``state_checks``), makes missing states (``rule_state``), and collects the tensors of each
    parameter (``param_rows``). What no rule does, such as sparse gradients, takes ``torch_step``.
@@ -17,10 +17,10 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    *detect*, *control* and *update*.
 6. ``ampopt_kernels.cpu.compiled`` is the CPU backend: C++ made from the rule (``cpu.cpp``), called
    once for each pass, with a table that has a row of addresses for each parameter (``cpu.table``).
-   The decision to skip is ``ampopt_kernels.decide``, which ``step.Backend.control`` calls; the line
-   that skips a step is in ``Compiled.update``.
+   The decision to skip is ``ampopt_kernels.step_decision``, which ``step.Backend.control`` calls;
+   the line that skips a step is in ``Compiled.update``.
 
-An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
-unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or
-called and rolled back (``skip_policy``).
+An optimizer with a hand-written ``step()`` has a ``handwritten_step.HandwrittenStep`` instead:
+gradients are unscaled and tested first (``masters``, ``overflow``); then its step is called, not
+called, or called and rolled back (``step_rollback``).
 """

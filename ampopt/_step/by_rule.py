@@ -19,8 +19,8 @@ from ampopt._step.plan import Plan
 from ampopt._step.rank_agreement import flag_all_reduce
 from ampopt._step.rule_state import StateCompleter
 from ampopt._step.sharding import dtensor
-from ampopt._step.skip_policy import SkipPolicy
 from ampopt._step.step_hooks import is_watched
+from ampopt._step.step_rollback import SkipPolicy
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.torch_step import TorchStep
@@ -194,8 +194,8 @@ class RuleRunner(RefersToOptimizer):
 class RuleStep(StepStrategy):
     """The strategy of an optimizer with a rule: checked and skipped on the device.
 
-    One pass over the gradients does what :class:`~ampopt._step.ordinary.OrdinaryStep` does in two,
-    without synchronizing.
+    One pass over the gradients does what
+    :class:`~ampopt._step.handwritten_step.HandwrittenStep` does in two, without synchronizing.
     """
 
     runner: RuleRunner

@@ -15,7 +15,6 @@ import torch
 
 from ampopt._step import ranks
 from ampopt._step.gradients import params_of
-from ampopt._step.guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
@@ -25,6 +24,7 @@ from ampopt._step.overflow import (
 )
 from ampopt._step.param_checks import PlannedParam
 from ampopt._step.param_rows import RuleRows
+from ampopt._step.plan_guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.rank_agreement import Agreement, flag_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rule_state import StateCompleter

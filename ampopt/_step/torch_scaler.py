@@ -214,7 +214,7 @@ _handoff = uncompiled(take_handoff)
 
 @uncompiled
 def _plain_request(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
-    """The request of a plain ``step(*args, **kwargs)``; see :meth:`OrdinaryStep.plain_request`."""
+    """The request of a plain ``step``; see :meth:`HandwrittenStep.plain_request`."""
     if {"found_inf", "grad_scale"} <= vars(optimizer).keys():  # of a scaler, for the step to read
         try:
             _refuse_unfinished(optimizer)

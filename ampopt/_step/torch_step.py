@@ -15,8 +15,8 @@ from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.rule_state import StateCompleter, state_of
-from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
 from ampopt._step.step_hooks import beneath_hooks
+from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads

@@ -13,7 +13,7 @@ from torch import Tensor
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.scalings import note_told
 from ampopt.results import StepResult, Unscaled, is_flag
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
 

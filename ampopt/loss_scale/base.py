@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from ampopt.loss_scale.scalings import note_scaling
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 
 __all__ = [
     "AnyScale",

@@ -13,7 +13,7 @@ from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule, check_entries
 from ampopt_kernels import torch_language
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.loss_scale_schedule import next_scale as _policy_next_scale
+from ampopt_kernels.next_scale import next_scale as _policy_next_scale
 from ampopt_kernels.tensors import widest
 
 __all__ = ["DynamicLossScale"]

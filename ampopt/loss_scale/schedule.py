@@ -8,7 +8,7 @@ from typing import Any
 
 from ampopt.loss_scale.arguments import LARGEST_SCALE, check_count, check_number, check_scale_number
 from ampopt.loss_scale.base import LossScale
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 
 __all__ = ["HYSTERESIS_MODES", "Schedule", "check_entries", "entries_of_scaler"]
 
@@ -106,7 +106,7 @@ class Schedule:
 
     @cached_property
     def policy(self) -> PolicyConstants:
-        """The settings as constants for ``ampopt_kernels.loss_scale_schedule.next_scale``."""
+        """The settings as constants for ``ampopt_kernels.next_scale.next_scale``."""
         on_finite, on_backoff = HYSTERESIS_MODES[self.hysteresis_mode]
         first, period = (self.growth_interval + offset for offset in self.growth_offsets)
         return PolicyConstants(

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
@@ -40,7 +40,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
     _ampopt = StrategyAttribute(
-        OrdinaryStep, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
+        HandwrittenStep, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
     )
 
     if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's

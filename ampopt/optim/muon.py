@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt.optim._sharded_muon import step_whole_matrices
@@ -46,7 +46,7 @@ class Muon(Optimizer, torch.optim.Muon):
         **options: see :class:`ampopt.options.OptimizerOptions`.
     """
 
-    _ampopt = StrategyAttribute(OrdinaryStep, make_state=_make_state, step_has_collectives=True)
+    _ampopt = StrategyAttribute(HandwrittenStep, make_state=_make_state, step_has_collectives=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

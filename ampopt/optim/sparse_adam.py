@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ampopt._step import gradients
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions
@@ -47,7 +47,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     bfloat16 parameters is float32.
     """
 
-    _ampopt = StrategyAttribute(OrdinaryStep, make_state=_state_of)
+    _ampopt = StrategyAttribute(HandwrittenStep, make_state=_state_of)
 
     if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 

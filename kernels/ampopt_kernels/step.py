@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.decide import RUNNING, Check, decide
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.row_column_means import LineSums, advance
 from ampopt_kernels.step_data import Coefficients, Decision, Partials, Request
+from ampopt_kernels.step_decision import RUNNING, Check, decide
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all

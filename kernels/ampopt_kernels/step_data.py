@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.decide import Check
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.step_decision import Check
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
@@ -39,7 +39,7 @@ class Request:
         unscaled: whether the gradients have been divided by ``scale`` before: sums of
             ``accumulate``. Then ``scale`` is only what ``policy`` continues.
         policy: the schedule that computes the next scale; ``None`` for a scale that stays.
-        scheduled_by: see :func:`~ampopt_kernels.decide.decide`: one element.
+        scheduled_by: see :func:`~ampopt_kernels.step_decision.decide`: one element.
         counters: the schedule's growth count and hysteresis budget: int32, shape (2,). Required
             with ``policy``.
         check: whether to test gradients for inf/NaN. If not, ``found_inf`` alone decides.
@@ -62,8 +62,8 @@ class Request:
         earlier_decision: the decision that ``unscale`` made about the same gradients before this
             step, if there is one.
         causes: further skip conditions (:func:`ampopt.skip_when`), evaluated if ``check``. Each has
-            a method ``checks(device)``, which returns its :class:`~ampopt_kernels.decide.Check`
-            objects, and a property ``needs_norm``.
+            a method ``checks(device)``, which returns its
+            :class:`~ampopt_kernels.step_decision.Check` objects, and a property ``needs_norm``.
         loss: the loss of the step, if a cause needs it: one element.
     """
 

@@ -32,15 +32,15 @@ import torch
 
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import TARGETS, gpu_target
-from ampopt_kernels.decide import LONGEST_WINDOW, RUNNING, Check, Window
 from ampopt_kernels.element_indices import ElementIndices, Jump
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.low_bits import LOW_BITS
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_decision import LONGEST_WINDOW, RUNNING, Check, Window
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import arithmetic
 from evidence import machine_code

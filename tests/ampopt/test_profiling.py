@@ -224,8 +224,8 @@ def test_several_optimizers_and_none(eager):
 
 def test_profiling_leaves_no_hooks_behind(eager):
     optimizer = made(Plain)
-    before = ampopt._step.skip_policy.SkipPolicy.step  # pyright: ignore[reportAttributeAccessIssue]
+    before = ampopt._step.step_rollback.SkipPolicy.step  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ZeroDivisionError), profile(optimizer):
         _ = 1 / 0
-    assert ampopt._step.skip_policy.SkipPolicy.step is before  # pyright: ignore
+    assert ampopt._step.step_rollback.SkipPolicy.step is before  # pyright: ignore
     assert not optimizer._optimizer_step_post_hooks

@@ -16,7 +16,6 @@ from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_arguments, control_kernel
 from ampopt_kernels.triton.launch import Launcher, launch
-from ampopt_kernels.triton.lines import line_kernel, line_launches, lines_of
 from ampopt_kernels.triton.passes import (
     ACCUMULATE,
     Pass,
@@ -26,6 +25,7 @@ from ampopt_kernels.triton.passes import (
     reduce,
     update,
 )
+from ampopt_kernels.triton.row_column_sums import line_kernel, line_launches, lines_of
 from ampopt_kernels.triton.row_sums import sum_arguments, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table
 

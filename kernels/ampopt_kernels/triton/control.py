@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import decide as decide_module
-from ampopt_kernels.decide import decide
+from ampopt_kernels import step_decision as decide_module
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
@@ -190,7 +190,7 @@ def control_kernel(
         external: one element, an overflow flag of the caller, more than 0 for overflow; read if
             ``HAS_EXTERNAL``.
         scale: one element, the loss scale; read if ``HAS_SCALE``.
-        constants: float64, shape (10,): the ``PolicyConstants`` of ``loss_scale_schedule``; read if
+        constants: float64, shape (10,): the ``PolicyConstants`` of ``next_scale``; read if
             ``HAS_POLICY``.
         scheduled_by: one element, the overflow flag that the schedule follows; read if ``FOLLOWS``.
         counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.

@@ -51,9 +51,9 @@ from ampopt_kernels.triton.chunks import (
     values_of,
 )
 from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
+from ampopt_kernels.triton.element_indices import jumps_of, places_of
 from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of, tensor_or
 from ampopt_kernels.triton.low_bits import with_master
-from ampopt_kernels.triton.places import jumps_of, places_of
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Launch, Table, state_columns
 

@@ -123,8 +123,8 @@ class Table:
         flag_sets: all different flags of the rows; ``((),)`` if ``scalars`` of the rule takes none.
         aligned: for each row, whether its addresses are multiples of 16 bytes.
         grads_version: ``Work.grads_version`` of the gradients in the table.
-        lines: the :class:`~ampopt_kernels.triton.lines.Lines` that the rule averages over; ``None``
-            until they are needed.
+        lines: the :class:`~ampopt_kernels.triton.row_column_sums.Lines` that the rule averages
+            over; ``None`` until they are needed.
         prepared: whether the launches of update are compiled.
         constants: the compile-time arguments of each launch, by kind of pass; see ``passes.py``.
     """

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import AdamW, Muon
 from ampopt._step.by_rule import RuleStep
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 
 
 class KeepsAll(Plain):
@@ -98,4 +98,4 @@ def test_a_wrapper_that_takes_over_all_attributes_steps_itself():
 def test_the_step_strategy_follows_from_the_class():
     assert type(stepped(AdamW)._ampopt) is RuleStep
     for cls in (Plain, AroundRule, Muon):
-        assert type(stepped(cls)._ampopt) is OrdinaryStep
+        assert type(stepped(cls)._ampopt) is HandwrittenStep

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt._step.by_rule import RuleStep
-from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -107,7 +107,7 @@ def test_a_subclass_without_its_own_step_skips_too():
     assert Renamed._step_supports_amp_scaling
     params = [Parameter(torch.ones(3))]
     assert isinstance(Renamed(params)._ampopt, RuleStep)
-    assert isinstance(Derived(params)._ampopt, OrdinaryStep)
+    assert isinstance(Derived(params)._ampopt, HandwrittenStep)
 
 
 @pytest.mark.parametrize("made_before", [False, True])
@@ -276,7 +276,7 @@ def test_a_step_around_a_rule_may_leave_the_skip_to_it(split, backend):
 
 
 def test_a_step_around_a_rule_is_warned_of_where_the_host_would_wait(monkeypatch):
-    monkeypatch.setattr(OrdinaryStep, "decision_device", torch.device("cuda"))
+    monkeypatch.setattr(HandwrittenStep, "decision_device", torch.device("cuda"))
     optimizer = Shrinking([Parameter(torch.ones(3))])
     with pytest.warns(UserWarning, match="Shrinking.step overrides the step of a rule"):
         _ = optimizer._ampopt.skip_policy

@@ -10,7 +10,7 @@ from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import torch_language
-from ampopt_kernels.loss_scale_schedule import PolicyConstants, next_scale
+from ampopt_kernels.next_scale import PolicyConstants, next_scale
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampopt_kernels import eager, step, torch_language
 from ampopt_kernels.eager import Eager
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
 

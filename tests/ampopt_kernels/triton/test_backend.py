@@ -9,8 +9,8 @@ from support.object_loops import need_object_loops, unavailable_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
 from ampopt_kernels.native import objects
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
 from ampopt_kernels.step_tensors import ParamRow, Work

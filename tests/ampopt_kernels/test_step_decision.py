@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
-from ampopt_kernels.decide import RUNNING, Check, Window
-from ampopt_kernels.loss_scale_schedule import PolicyConstants
+from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step_data import Decision, Partials, Request
+from ampopt_kernels.step_decision import RUNNING, Check, Window
 from ampopt_kernels.step_tensors import Work
 
 INF, NAN = math.inf, math.nan

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleRunner
-from ampopt._step.skip_policy import SkipPolicy, skip_policy_of
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
+from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt_kernels.step_data import Decision, Request
 
-__all__ = ["OrdinaryStep"]
+__all__ = ["HandwrittenStep"]
 
 StateMaker = Callable[[Any, Tensor], None]
 
 
-class OrdinaryStep(StepStrategy):
+class HandwrittenStep(StepStrategy):
     """The strategy of a hand-written ``step()``: unscale the gradients, then run or skip the step.
 
     A :class:`~ampopt._step.by_rule.RuleStep` does both in one pass.

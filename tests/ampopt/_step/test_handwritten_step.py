@@ -33,7 +33,7 @@ from support.training_loops import INF
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.skip_policy import SkipPolicy
+from ampopt._step.step_rollback import SkipPolicy
 from ampopt.testing.bits import bits
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
@@ -76,7 +76,7 @@ def test_a_step_that_changes_python_state_is_skipped_by_the_host(cls):
     ],
 )
 def test_the_reason_for_skipping_by_the_host_is_named(cls, reason):
-    with unittest.TestCase().assertLogs("ampopt._step.skip_policy", "INFO") as logged:
+    with unittest.TestCase().assertLogs("ampopt._step.step_rollback", "INFO") as logged:
         found = after_steps(cls).reason
     assert found is not None
     assert found == reason
@@ -102,7 +102,7 @@ def test_an_unknown_way_to_skip_is_refused():
 
 
 def test_on_the_cpu_the_host_reads_the_flag(monkeypatch):
-    monkeypatch.setattr("ampopt._step.skip_policy.host_may_look", lambda _: True)
+    monkeypatch.setattr("ampopt._step.step_rollback.host_may_look", lambda _: True)
     skip_policy = after_steps(Foreach)
     assert (skip_policy.mode, skip_policy.reason) == ("host", None)
 

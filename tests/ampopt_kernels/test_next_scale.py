@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.loss_scale_schedule import PolicyConstants, next_scale
+from ampopt_kernels.next_scale import PolicyConstants, next_scale
 from ampopt_kernels.step_data import Partials, Request
 from ampopt_kernels.step_tensors import Work
 

@@ -14,7 +14,7 @@ from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, s
 from support.training_loops import INF
 
 import ampopt
-from ampopt._step.skip_policy import CopyOnWriteMode
+from ampopt._step.step_rollback import CopyOnWriteMode
 from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")

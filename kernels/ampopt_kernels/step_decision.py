@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ampopt_kernels.language import jit, tl, total
-from ampopt_kernels.loss_scale_schedule import next_scale
+from ampopt_kernels.next_scale import next_scale
 
 __all__ = ["LONGEST_WINDOW", "RUNNING", "SETTINGS", "Check", "Window", "decide"]
 
