@@ -51,7 +51,7 @@ class Optimizer(torch.optim.Optimizer):
     :class:`ampopt.LossScale`, a number, a one-element tensor, or ``None``, which checks nothing. A
     skipped step changes no bit of parameters, states and random-number generators. Calls in a wrong
     order raise a ``RuntimeError`` that names the call to make first. A step by a rule
-    (:class:`ampopt.ElementwiseOptimizer`) never synchronizes without a closure.
+    (:class:`ampopt.ElementwiseOptimizer`) synchronizes only if it has a closure.
 
     Traps: a step with a wrong scale, and two steps after one backward pass, raise no error. Not
     thread-safe. See also :doc:`/guides/states_of_an_optimizer` (order of calls, and ``p.grad``
@@ -62,11 +62,11 @@ class Optimizer(torch.optim.Optimizer):
         grad_norm: the global 2-norm of the unscaled gradients, before clipping, in the last
             ``unscale_and_step`` with ``max_norm``: a 0-d tensor on the parameters' device, 0
             without gradients. ``None`` before the first such call.
-        skip_by: how an ordinary ``step()`` is skipped on an accelerator: ``"host"``,
+        skip_by: how a hand-written ``step()`` is skipped on an accelerator: ``"host"``,
             ``"transaction"``, ``"step"``, or ``"auto"``. Set it before the first step.
-        process_group: the ``torch.distributed.ProcessGroup`` of ranks that hold different ordinary
+        process_group: the ``torch.distributed.ProcessGroup`` of ranks that hold different plain
             tensors (pipelines, experts, shards made by hand) and have to skip together. DDP without
-            closures, ``DTensor`` parameters and FSDP1 do not need it.
+            closures and ``skip_when(loss=...)``, ``DTensor`` parameters and FSDP1 need none.
     """
 
     skip_by: str = "auto"
@@ -136,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @overridable_property
     def pending(self) -> Unscaled | None:
-        """The result of the last :meth:`unscale`; ``None`` once a step or the end has followed."""
+        """The result of the last :meth:`unscale`; ``None`` after its step, or once discarded."""
         pending = self._ampopt.phase.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.next_scale)
 
@@ -161,8 +161,8 @@ class Optimizer(torch.optim.Optimizer):
             anywhere else                          undefined; use what the control point returned
 
         Step post-hooks run after skipped steps too, also after plain steps and steps of a scaler.
-        In such a hook, :attr:`grad_norm` is the norm of the step before it. Reading the flag does
-        not synchronize.
+        In such a hook, :attr:`grad_norm` is the norm of the step that has just run. Reading the
+        flag does not synchronize.
 
         Example:
             >>> skipped = torch.zeros(())
@@ -180,7 +180,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @overridable_property
     def grads_scaled_by(self) -> Tensor | None:
-        """In a step post-hook, the scale of the gradients of the step before it.
+        """In a step post-hook, the scale of the gradients of the step that has just run.
 
         A tensor of one element, on the device; ``None`` if the gradients had no scale or it is not
         known, as in a plain ``step()`` and after ``scaler.unscale_`` of torch's scaler. Undefined
@@ -211,7 +211,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state, as torch's. An error between ``unscale`` or ``accumulate`` and the step."""
+        """The state, as torch's. Raises between ``unscale`` or ``accumulate`` and their step."""
         self._ampopt.phase.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
         if ranks.REPLICATED not in self.defaults:
@@ -220,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load a state, as torch does. An error between ``unscale`` or ``accumulate`` and the step.
+        """Load a state, as torch does. Raises between ``unscale`` or ``accumulate`` and their step.
 
         Differs from torch: each state tensor keeps the dtype that it was saved with, where torch
         casts it to the dtype of its parameter. So saving and loading changes no later step.

@@ -234,7 +234,7 @@ class DynamicLossScale(LossScale):
         return {**{name: state[name] for name in names}, "_growth_tracker": state["growth"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace value, counters and settings, also by those of a ``torch.amp.GradScaler``.
+        """Load value, counters and settings, of this class or of a ``torch.amp.GradScaler``.
 
         For the argument, see :meth:`LossScale.load_state_dict`.
         """

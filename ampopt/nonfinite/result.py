@@ -51,7 +51,8 @@ class NonFiniteOutput:
         given_finite: whether the module's inputs (backward, its incoming gradients) were finite, so
             that the module itself is the cause.
         operation: backward, the node of the autograd graph that made the gradient, such as
-            ``"AddmmBackward0"``; ``None`` if it was made outside of modules, and forward.
+            ``"AddmmBackward0"``; ``None`` in the forward pass, and for a gradient that was made
+            outside of modules.
         parameter: forward, the name of a parameter of the module that is not finite, or of a buffer
             that has NaN; ``None`` if there is none. Backward, the name of the parameter whose
             gradient was made outside of modules; else ``None``.

@@ -52,9 +52,8 @@ class TrainStep:
     ``step(iterator)`` with an iterator of batches ``(inputs, *targets)``.
 
     A call synchronizes with ``on_overflow="replay"`` or ``"next_batch"``, where it captures a CUDA
-    graph, and where ``unscale_and_step`` of the optimizer does. ``cuda_graph=True`` has been tested
-    with a stand-in on the CPU, not on a GPU. Trap: Python code of a captured step does not run in
-    replays.
+    graph, and where ``unscale_and_step`` of the optimizer does. Trap: Python code of a captured
+    step does not run in replays.
 
     See also :doc:`/guides/train_step`, for arguments, batches, graphs and subclasses.
 
@@ -113,9 +112,8 @@ class TrainStep:
             max_replays: how many times a step is tried again at most; by default 100. See
                 :meth:`ampopt.Optimizer.unscale_and_step`.
             preserve_rng: whether replays start from the same random state.
-            cuda_graph: whether to capture the step as a CUDA graph; not yet run on a GPU, see the
-                class. The optimizer must be rule-based, and the model not under
-                ``DistributedDataParallel``.
+            cuda_graph: whether to capture the step as a CUDA graph. The optimizer must be
+                rule-based, and the model not under ``DistributedDataParallel``.
 
         Raises:
             TypeError: an argument is of the wrong type; the model or the optimizer cannot be
@@ -173,8 +171,8 @@ class TrainStep:
         """The scale of the next step's loss. Does not synchronize; ``scale.item()`` does.
 
         Assign to it between steps to go on with another scale or schedule: it takes what the
-        argument ``scale`` takes. A step that is captured as a CUDA graph is captured again. This
-        doubles the scale from now on after 500 finite steps::
+        argument ``scale`` takes. A step that is captured as a CUDA graph is captured again. For
+        example, to double the scale after every 500 finite steps from now on::
 
             now = step.scale.state_dict()
             step.scale = ampopt.DynamicLossScale()
@@ -235,8 +233,8 @@ class TrainStep:
 
         Raises:
             TypeError: ``state_dict`` is not a mapping.
-            ValueError: ``state_dict`` is not of a ``TrainStep``; only one of it and this step has a
-                scale; or it does not fit the optimizer.
+            ValueError: ``state_dict`` is not of a ``TrainStep``; it has a scale and this step has
+                none, or the reverse; or it does not fit the optimizer.
 
         After any error, nothing has changed.
         """

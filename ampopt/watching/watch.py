@@ -236,7 +236,7 @@ class Watch:
     # --- from step to step ------------------------------------------------------------------------
 
     def log_to(self, writer: Any, every: int = 1) -> RemovableHandle:
-        """Log steps from now on, each in a later step, once it is copied. Does not synchronize.
+        """Log steps from now on, each once its numbers have reached the CPU. Does not synchronize.
 
         Args:
             writer: a ``SummaryWriter`` of TensorBoard, or any function that takes a dict of numbers
@@ -280,9 +280,9 @@ class Watch:
                 warning.
 
         Raises:
-            RuntimeError: the watch is closed; or ``zero_share_above`` is to raise, and the
-                optimizer makes all-reduces: one rank alone would raise, and the others would wait
-                for it.
+            RuntimeError: the watch is closed; or ``zero_share_above`` comes with ``raises=True``
+                for an optimizer that makes all-reduces: one rank alone would raise, and the others
+                would wait for it.
             TypeError: an argument is of the wrong type.
             ValueError: an argument is out of range, or no condition was passed.
         """
