@@ -43,13 +43,11 @@ def averaged(
 
     Args:
         model: the model to copy and to average.
-        optimizer: the optimizer of the parameters; or several, for an average that leaves out the
-            steps that all of them skipped.
+        optimizer: the optimizer of the parameters, or several: a step counts unless all skip it.
         decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean.
         device: the device of the average; ``None`` for that of the model.
-        avg_fn: used in place of ``decay``: ``avg_fn(averaged, value, n_averaged)`` returns the new
-            average of one parameter, or of the local shard of a ``DTensor``. Also called in skipped
-            steps, whose result is discarded.
+        avg_fn: in place of ``decay``, ``avg_fn(averaged, value, n_averaged)`` returns the average of
+            a parameter, or of the local shard of a ``DTensor``. Skipped steps discard its result.
         multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes into lists of tensors.
         use_buffers: whether to average the buffers too; otherwise they are copied.
 
