@@ -46,8 +46,8 @@ def averaged(
         optimizer: the optimizer of the parameters, or several: a step counts unless all skip it.
         decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean.
         device: the device of the average; ``None`` for that of the model.
-        avg_fn: in place of ``decay``, ``avg_fn(averaged, value, n_averaged)`` returns the mean of
-            a parameter, or of the local shard of a ``DTensor``. Skipped steps discard its result.
+        avg_fn: in place of ``decay``, ``avg_fn(averaged, value, n_averaged)`` returns the new
+            average of a parameter or its local shard. Skipped steps discard its result.
         multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes into lists of tensors.
         use_buffers: whether to average the buffers too; otherwise they are copied.
 

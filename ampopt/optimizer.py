@@ -32,8 +32,8 @@ _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with 
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with control points: methods that step under loss scaling.
 
-    A *control point* divides the gradients by the loss scale ``S`` and checks them for inf and NaN
-    (overflow)::
+    *Control points* divide the gradients by the loss scale ``S`` and check them for inf and NaN
+    (overflow), and step::
 
         unscale_and_step(grads_scaled_by=S)   unscale, then step; skip the step after an overflow
         unscale(S)                            unscale and check only, to inspect or clip gradients
@@ -65,8 +65,8 @@ class Optimizer(torch.optim.Optimizer):
         skip_by: how a hand-written ``step()`` is skipped on an accelerator: ``"host"``,
             ``"transaction"``, ``"step"``, or ``"auto"``. Set it before the first step.
         process_group: the ``torch.distributed.ProcessGroup`` of ranks that hold different plain
-            tensors (pipelines, experts, shards made by hand) and have to skip together. DDP without
-            closures and ``skip_when(loss=...)``, ``DTensor`` parameters and FSDP1 need none.
+            tensors (pipelines, experts, shards made by hand) and have to skip together. Not needed
+            with ``DTensor`` parameters, FSDP1, or DDP without closures and ``skip_when(loss=...)``.
     """
 
     skip_by: str = "auto"
@@ -396,8 +396,8 @@ class Optimizer(torch.optim.Optimizer):
             max_norm: the global 2-norm to clip to; ``inf`` only measures :attr:`grad_norm`.
             max_replays: how often each evaluation of a closure may be repeated.
             preserve_rng: whether replays start from the random state of the first attempt.
-            loss: without a closure, the unscaled loss (one element; on several ranks, their mean),
-                for :class:`ampopt.skip_when` and :class:`ampopt.Watch`.
+            loss: without a closure, the unscaled loss (one element), for :class:`ampopt.Watch` and
+                :class:`ampopt.skip_when`, which on several ranks tests their mean.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
@@ -447,10 +447,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradientError: see :meth:`unscale_and_step`.
-            RuntimeError: there is no closure and no unscale is pending, or there is a closure and
-                one is.
-            TypeError: the arguments do not go together; ``closure`` is a ``found_inf``, does not
-                take the scale, or does not return three values.
+            RuntimeError: called without a closure while no unscale is pending, or with a closure
+                while one is pending.
+            TypeError: the arguments do not go together; ``closure`` does not take the scale, does
+                not return three values, or is a ``found_inf`` passed in its place.
         """
         if closure is None:
             return _step_pending(self, current_grad_scale)

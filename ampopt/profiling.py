@@ -18,7 +18,7 @@ from ampopt import _synchronization
 from ampopt._step import gradients
 from ampopt._step.by_rule import FIRST, RuleStep
 from ampopt._step.step_rollback import Mode, SkipPolicy
-from ampopt.backend import backend_for, get_backend
+from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.step_data import Decision
 
@@ -251,10 +251,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     ours = optimizer._ampopt
     if isinstance(ours, RuleStep):
         if not ours.needs_torch():
-            name = backend_for(ours.decision_device).name
-            pays = get_backend() == "auto" and name == "compiled"
-            where = "eager backend until it is compiled" if pays else f"{name} backend"
-            return f"by the rule, on the {where}"
+            return f"by the rule, on the {backend_for(ours.decision_device).name} backend"
         which = "torch's own step"
     if mode is None:
         by_itself = ours.skip_flag is not None and ours.skip_by == "step"

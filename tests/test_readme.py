@@ -60,7 +60,7 @@ PRINTED = {
     "A step as one call": ["65536.0"],
     "What a step does": [
         "SGD: 1 step. In the last one:",
-        "  2 parameters (weight, bias): by the rule, on the eager backend until it is compiled",
+        "  2 parameters (weight, bias): by the rule, on the compiled backend",
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "A step of your own": ["False"],

@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-24
 
 
 class Collapse:
-    """Warns once that a scale has fallen too low. A scale shares it with all scales after it."""
+    """Warns once that a scale has fallen too low; shared by a scale and all scales after it."""
 
     def __init__(self) -> None:
         """Start without a warning issued."""
@@ -108,10 +108,10 @@ class DynamicLossScale(LossScale):
                 ``"cumulative"``: only when the scale grows. ``"per_backoff"``: at any finite step
                 and after each decrease, so that every decrease takes ``hysteresis`` overflows.
             min_scale: the floor, at least ``2**-126``.
-            max_scale: the ceiling; infinite for no other limit than float32's largest number.
-            growth_offsets: ``(first, period)``, for systems that count differently: first growth
-                is at finite step ``growth_interval + first`` counted from the start or the last
-                overflow, later ones every ``growth_interval + period`` steps. ``first >= period``.
+            max_scale: the ceiling; if infinite, float32's largest number is the only limit.
+            growth_offsets: ``(first, period)``, for systems that count differently: the scale first
+                grows after ``growth_interval + first`` finite steps since the start or the last
+                overflow, then after every ``growth_interval + period``. ``first >= period``.
             device: the device of the scale; ``None`` for the device where it is first used.
 
         Raises:
@@ -140,9 +140,10 @@ class DynamicLossScale(LossScale):
     def like(cls, name: str, **overrides: Any) -> "DynamicLossScale":
         """A scale with the settings and the counting of another system.
 
-        First growth and period are the system's, at its defaults and with overrides::
+        The column "grows after" has the finite steps before the first growth, and between later
+        ones; ``N`` is ``growth_interval``, also where you override it::
 
-            name          init   N     first, period  hysteresis        floor   ceiling
+            name          init   N     grows after    hysteresis        floor   ceiling
             torch         2**16  2000  N, N           1                 -       -
             apex          2**16  2000  N, N           1                 -       2**24
             deepspeed     2**16  1000  N + 1, N       2, "cumulative"   1       -

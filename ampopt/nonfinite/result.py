@@ -58,8 +58,8 @@ class NonFiniteOutput:
             gradient was made outside of modules; else ``None``.
         given_to: the name of the submodule that the tensor was passed to, if the ``forward`` of the
             module computed it between calls of submodules; else ``None``.
-        last_finite: forward, the last output of a module before this tensor, which was finite;
-            ``None`` if there was none.
+        last_finite: forward, the last finite output of a module before this tensor; ``None`` if
+            there was none.
     """
 
     name: str

@@ -28,9 +28,9 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
     the backward pass. Gradients of parameters and of inputs are checked. Of nested modules the
     innermost is named. Operations in the ``forward`` of a module, between calls of its submodules,
     are attributed to that module; the submodule that got their result, and the last finite output
-    before, are named, too. A parameter of the module is named if it is not finite. A parameter is
-    also named if its gradient was made outside of modules, for instance by a penalty in the loss,
-    and is not finite although the gradients in all modules are.
+    before, are named, too. A parameter of the module is named if it is not finite. If the gradients
+    in all modules are finite, and that of a parameter is not, it was made outside of modules, for
+    instance by a penalty in the loss; then the parameter is named, too.
 
     If a closure is evaluated again after an overflow, as under ``TrainStep(max_replays=...)``, the
     result is about the last evaluation that overflowed. A :class:`ampopt.NonFiniteGradientError`

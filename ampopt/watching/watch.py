@@ -61,7 +61,7 @@ class Watch:
     gradients are read; on an accelerator also at most eight small copies to the host a step, in the
     background. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
 
-    Traps: of a plain ``step()`` that is written by hand, the watch only counts the call. The
+    Traps: a plain call of a hand-written ``step()`` is counted, and not recorded. The
     optimizer's state dict and copies do not contain the watch: save its own state dict. With
     several ranks, use :meth:`gather`. See also :doc:`/guides/watching`.
 
