@@ -58,9 +58,9 @@ def set_backend(name: str) -> None:
             with a warning.
 
             ``"eager"``: always torch operations. On the CPU, results equal those of ``"compiled"``
-            bit for bit where every operation is exact. Elsewhere (``tl.exp`` and similar functions,
-            powers in ``Rule.scalars``, the square root of float64, sums of ``Rule.reduce``, and
-            norms) they agree within rounding.
+            bit for bit where every operation is correctly rounded. Elsewhere (``tl.exp`` and
+            similar functions, powers in ``Rule.scalars``, the square root of float64, sums of
+            ``Rule.reduce``, and norms) they agree within rounding.
 
     Raises:
         ValueError: ``name`` is not a backend.

@@ -69,8 +69,10 @@ class Loops:
 
     def note_check_in_python(self) -> None:
         """Count a check that ran in Python; start the compiler after :data:`CHECKS` of them."""
+        if self._library is None:  # nobody wants the loops yet
+            return
         self._checks += 1
-        if self._checks == CHECKS and self._library is not None:
+        if self._checks == CHECKS:
             threading.Thread(target=self.load, args=(_LOWEST,), daemon=True).start()
 
     def load(self, niceness: int = 0) -> None:

@@ -307,6 +307,23 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
     assert compiler.loads == [19]
 
 
+def test_checks_before_the_loops_are_wanted_do_not_count(monkeypatch):
+    """As in a program whose first optimizer is stepped by eager operations."""
+    compiler = Compiler(fails=True)
+    monkeypatch.setattr(objects, "loops", Loops())
+    guard = IdentityGuard([[compiler]], [])
+    for _ in range(objects.CHECKS):
+        assert guard.unchanged()
+    monkeypatch.setattr(objects, "_library", lambda: compiler)
+    objects.loops.want()
+    before = set(threading.enumerate())
+    for _ in range(objects.CHECKS):
+        assert guard.unchanged()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert compiler.loads == [19]
+
+
 def test_loops_over_objects_that_are_compiled_are_taken_up_at_once(monkeypatch):
     need_object_loops()
     library = objects._library()
