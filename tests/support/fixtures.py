@@ -10,10 +10,11 @@ import torch
 
 import ampopt
 from ampopt import backend as backends
-from ampopt_kernels.native import build
+from ampopt_kernels.native import build, objects
 from support import quick_interpreter
 from support.gpus import DEVICE, skip_without_gpu
 from support.local_ranks import Ranks, preloaded_for_ranks
+from support.object_loops import need_object_loops
 from support.preloaded import Preloaded
 from support.requirements import skip_unless_it_runs
 
@@ -73,6 +74,15 @@ def backend(request):
         skip_without_gpu()
     skip_unless_it_runs(request.param)
     return request.param
+
+
+@pytest.fixture(params=["native", "python"])
+def implementation(request, monkeypatch):
+    """Checks of many objects: in one call of C++, or in a loop of Python."""
+    if request.param == "python":
+        monkeypatch.setattr(objects, "loops", objects.Loops())
+    else:
+        need_object_loops()
 
 
 @pytest.fixture(autouse=True)

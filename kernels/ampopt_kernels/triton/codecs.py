@@ -109,15 +109,15 @@ def decoded(
 
 
 @jit
-def uniform_of(places, key, INDEX: tl.constexpr):
+def uniform_of(indices, key, INDEX: tl.constexpr):
     """A uniform random number in (0, 1) for each element of stream ``INDEX``.
 
     The stream is a state, or 1: the low bits of a 24-bit master. See ``codecs.pair_and_part``.
     """
     if INDEX == 1:
-        return uniform_part(element_bits(places, key_of_pair(key, 0)), 2)
+        return uniform_part(element_bits(indices, key_of_pair(key, 0)), 2)
     else:
-        bits = element_bits(places, key_of_pair(key, (INDEX - 2) // 2))
+        bits = element_bits(indices, key_of_pair(key, (INDEX - 2) // 2))
         return uniform_part(bits, INDEX % 2)
 
 

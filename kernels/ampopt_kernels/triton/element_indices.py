@@ -1,13 +1,13 @@
-"""The positions of elements in the whole parameter, from which kernels compute random numbers."""
+"""The indices of elements in the whole parameter, from which kernels compute random numbers."""
 
 from ampopt_kernels.language import jit, tl
 
-__all__ = ["jumps_of", "places_of"]
+__all__ = ["indices_of", "jumps_of"]
 
 
 @jit
 def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
-    """The gaps in the positions of one chunk; see ``ampopt_kernels.element_indices``.
+    """The gaps in the indices of one chunk; see ``ampopt_kernels.element_indices``.
 
     Args:
         end: pointer into the table of addresses, to the column after the row's last jump.
@@ -16,7 +16,7 @@ def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
         CHUNK: elements of a chunk.
 
     Returns:
-        For each jump a tuple: the positions skipped before the chunk, the positions that each gap
+        For each jump a tuple: the indices skipped before the chunk, the indices that each gap
         skips, and the phase and the period within the chunk, as int32, where division is fast.
     """
     jumps = ()
@@ -32,16 +32,16 @@ def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @jit
-def places_of(position, jumps, at):
-    """The positions of some elements of a chunk in the whole parameter, int64.
+def indices_of(position, jumps, at):
+    """The indices of some elements of a chunk in the whole parameter, int64.
 
     Args:
-        position: the position of the chunk's first element, if there were no gaps.
+        position: the index of the chunk's first element, if there were no gaps.
         jumps: see :func:`jumps_of`.
         at: int32 block, the elements, counted from the beginning of the chunk.
     """
-    places = position + at
+    indices = position + at
     for i in tl.static_range(len(jumps)):
         before, size, phase, period = jumps[i]
-        places += before + ((at + phase) // period).to(tl.int64) * size
-    return places
+        indices += before + ((at + phase) // period).to(tl.int64) * size
+    return indices

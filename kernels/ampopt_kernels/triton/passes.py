@@ -51,7 +51,7 @@ from ampopt_kernels.triton.chunks import (
     values_of,
 )
 from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
-from ampopt_kernels.triton.element_indices import jumps_of, places_of
+from ampopt_kernels.triton.element_indices import indices_of, jumps_of
 from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of, tensor_or
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
@@ -147,18 +147,18 @@ def pass_launches(
         table.constants[kind] = constants = [
             _constants(work, of, group, coefficients is not None, width) for group in table.launches
         ]
-    pointers = {
+    of_all = {
+        "table": table.rows,
+        "blocks": table.blocks,
+        "chunk": table.chunk,
+        "n_parts": table.n_blocks,
         "coefficients": tensor_or(table.rows, coefficients),
         "h_table": tensor_or(table.rows, h),
         "flags": tensor_or(table.rows, flags),
         "parts": tensor_or(table.rows, parts),
     }
     for group, known in zip(table.launches, constants, strict=True):
-        arguments = {"table": table.rows, "blocks": table.blocks, "first": group.start, **pointers}
-        yield (
-            group.programs,
-            {**arguments, "chunk": table.chunk, "n_parts": table.n_blocks, **known},
-        )
+        yield group.programs, {**of_all, "first": group.start, **known}
 
 
 def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int) -> dict[str, Any]:
@@ -391,28 +391,28 @@ def _with_blocks(
             pointers = pointers_to(streams[0], offset + i * BLOCK, not MASKED, BLOCK)
             store_if_live(pointers, rounded(grad, DTYPES[0]), live, MASKED)
         if UPDATE is not None:
-            places = places_of(position, jumps, at)
+            indices = indices_of(position, jumps, at)
             if DRAWS:
-                new, states = UPDATE(param, grad, state, h, FLAGS, (places, param))  # pyright: ignore
+                new, states = UPDATE(param, grad, state, h, FLAGS, (indices, param))  # pyright: ignore
             else:
                 new, states = UPDATE(param, grad, state, h, FLAGS)  # pyright: ignore
             outputs = (new,) + states
             if HAS_COPY:
                 outputs = outputs + (new,)
             if LOW:
-                u = uniform_of(places, key, 1)
+                u = uniform_of(indices, key, 1)
                 top, steps = split(new, u, DTYPES[1] == tl.float16)  # pyright: ignore
                 outputs = (top,) + states + (steps,)
             for k in tl.static_range(1, 1 + len(outputs)):
                 if len(CODECS[k]) > 0:
                     store_codes(
-                        streams[k], outputs[k - 1], uniform_of(places, key, k), scales, offset,
+                        streams[k], outputs[k - 1], uniform_of(indices, key, k), scales, offset,
                         end, k, CODECS, ENCODES, DTYPES[k], MASKED, BLOCK,
                     )  # fmt: skip
                 else:
                     value = outputs[k - 1]
                     if STOCHASTIC and k == 1:
-                        value = rounded_stochastically(value, places, key)
+                        value = rounded_stochastically(value, indices, key)
                     store_if_live(streams[k] + at, rounded(value, DTYPES[k]), live, MASKED)
     return totals
 

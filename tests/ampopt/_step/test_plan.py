@@ -8,23 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.object_loops import need_object_loops
 from support.short_rules import signum
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import cpp_compiler
-
-
-@pytest.fixture(params=["native", "python"])
-def implementation(request, monkeypatch):
-    """Checks of many objects: in one call of C++, or in a loop of Python."""
-    if request.param == "python":
-        monkeypatch.setattr(objects, "loops", objects.Loops())
-    else:
-        need_object_loops()
 
 
 def trained(model, optimizer, scale):

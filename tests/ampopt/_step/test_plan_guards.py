@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.object_loops import need_object_loops
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_same, bits, everything
-from ampopt_kernels.native import objects
 
 LARGE = 1 << 13  # the fewest elements of a parameter whose states and masters are small
 BFLOAT16 = torch.bfloat16
@@ -22,15 +20,6 @@ OPTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "masters of 24 bits": (BFLOAT16, {"master_weights": True, "master_bits": 24}),
     "states of 8 bits": (torch.float32, {"state_bits": 8}),
 }
-
-
-@pytest.fixture(params=["native", "python"])
-def implementation(request, monkeypatch):
-    """Checks of many objects: in one call of C++, or in a loop of Python."""
-    if request.param == "python":
-        monkeypatch.setattr(objects, "loops", objects.Loops())
-    else:
-        need_object_loops()
 
 
 def stepped(optimizer: Any) -> bool:

@@ -19,13 +19,7 @@ from ampopt_kernels.native.objects import (
     loops,
 )
 
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def implementation(request, monkeypatch):
-    if request.param == "python":
-        monkeypatch.setattr(objects, "loops", Loops())
-    else:
-        need_object_loops()
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 CHANGES = {
