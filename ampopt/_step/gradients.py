@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.gradient_reports import Owner
+from ampopt_kernels.step import reciprocal
 from ampopt_kernels.tensors import real, was_freed
 
 __all__ = [
@@ -207,7 +208,7 @@ def offenders(
         holder: ``holder(group index, param)`` is the tensor whose ``grad`` to test: the parameter
             or its master.
     """
-    inverse = 1.0 if scale is None else 1.0 / float(scale)
+    inverse = 1.0 if scale is None else reciprocal(float(scale))
     for index, param in present(param_groups):
         tensor = holder(index, param)
         if tensor.grad is None:

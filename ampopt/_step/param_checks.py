@@ -118,7 +118,8 @@ class Checks(RefersToOptimizer):
                 function of the rule does not do what the rule declares.
             TypeError: a hyperparameter is not a number, an option is not a bool, or ``rule`` is not
                 a ``Rule``.
-            ValueError: a tuple of hyperparameters has another length than the default;
+            ValueError: a tuple of hyperparameters has another length than the default, or than in
+                another group;
                 ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown.
 
             Each of them also as :func:`ampopt._step.gradients.params_with_grads` and
@@ -134,10 +135,11 @@ class Checks(RefersToOptimizer):
         self._forget_removed()
         variants = Variants(rule)
         of = variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
+        likes = dict(optimizer.defaults)  # without a default, other groups must be like the first
         for group, entries in variants.entries(groups):
             for entry in rule.hyper:
                 if entry in entries:
-                    like = optimizer.defaults.get(entry, entries[entry])
+                    like = likes.setdefault(entry, entries[entry])
                     check_numbers(f"{entry} of group {group}", entries[entry], like)
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):

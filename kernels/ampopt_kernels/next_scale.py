@@ -31,8 +31,8 @@ class PolicyConstants(NamedTuple):
     """1 if lowering the scale resets the hysteresis budget, else 0."""
     min_scale: float
     max_scale: float
-    kept_scale: float = 0.0
-    """A scale that overflows do not lower; 0 if there is no such scale."""
+    kept_scale: float = -1.0
+    """A scale that overflows do not lower; negative if there is no such scale."""
 
 
 @jit

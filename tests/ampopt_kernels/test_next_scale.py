@@ -23,7 +23,7 @@ POLICIES = st.builds(
     refill_on_backoff=st.sampled_from([0.0, 1.0]),
     min_scale=st.sampled_from([2.0**-126, 1.0, 2.0**-149]),
     max_scale=st.sampled_from([float("inf"), FLOAT32_MAX, 2.0**4]),
-    kept_scale=st.sampled_from([0.0, 1.0]),
+    kept_scale=st.sampled_from([-1.0, 1.0]),
 )
 HISTORIES = st.lists(st.booleans(), max_size=12)
 SHORT = st.lists(st.booleans(), max_size=4)

@@ -264,6 +264,18 @@ def test_a_loss_that_is_not_finite_ends_replay_at_once(form, cls, loss):
 @on_eager
 @both_forms
 @every_optimizer
+def test_a_scale_of_zero_is_not_used_again(form, cls):
+    training = Training(cls, limit=0.0)
+    error = fails(training, form, torch.tensor(0.0), max_replays=1)
+    assert [float(scale) for scale in training.scales] == [0.0, 2.0**-126]
+    assert error.reason == "replays"
+    error = fails(training, form, torch.tensor(0.0), max_replays=0)
+    assert error.parameters == ["group 0, parameter 0", "group 0, parameter 1"]
+
+
+@on_eager
+@both_forms
+@every_optimizer
 def test_a_static_scale_has_no_smaller_one(form, cls):
     training = Training(cls, limit=0.0)
     error = fails(training, form, ampopt.StaticLossScale(8.0))

@@ -14,10 +14,17 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits, everything
+from ampopt_kernels import Rule, jit
 
 INF = float("inf")
 NAN = float("nan")
 META = torch.device("meta")
+
+
+@jit
+def weighted(p, g, state, h, flags):
+    return p - h[0] * h[len(h) - 1] * g, ()
+
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "unscale": lambda opt, scale: opt.unscale(grads_scaled_by=scale),
@@ -359,6 +366,27 @@ def test_a_hyperparameter_that_is_no_number(backend, steps):
         last[entry] = good
     for entry, value in (("lr", np.float64(0.5)), ("lr", torch.ones(1)), ("betas", [0.5, 0.5])):
         last[entry] = value
+        step_with_ones(optimizer, params)
+
+
+class Weighted(ampopt.ElementwiseOptimizer):
+    """A rule whose hyperparameter ``weights`` has no default."""
+
+    rule = Rule(update=weighted, hyper=("lr", "weights"))
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1.0})
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+def test_a_tuple_without_default_that_is_longer_in_another_group(backend):
+    params = [Parameter(torch.ones(2)) for _ in range(2)]
+    weights = [(1.0, 2.0), (1.0, 2.0, 3.0)]
+    optimizer = Weighted(
+        [{"params": [p], "weights": w} for p, w in zip(params, weights, strict=True)]
+    )
+    match = re.escape("weights of group 1 must be a tuple of 2")
+    with assert_bitwise_unchanged(optimizer), pytest.raises(ValueError, match=match):
         step_with_ones(optimizer, params)
 
 
