@@ -96,7 +96,7 @@ class _SavedObject:
         """Whether nothing has changed except that a mapping has new keys, which are allowed."""
         now = self.read()
         return _same(self.was, now) or (
-            self.grows and _same(self.was, {k: now[k] for k in self.was if k in now})
+            self.grows and _same(self.was, {k: v for k, v in now.items() if k in self.was})
         )
 
 
@@ -223,13 +223,16 @@ class PythonState:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or equal immutable values (containers: elementwise)."""
+    """Whether two values are one object, or equal immutable values (containers: elementwise).
+
+    The order of a dict counts: an ``OrderedDict`` may be a queue.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
+        return _same([*a], [*b]) and _same([*a.values()], [*b.values()])
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, (float, complex)):
@@ -283,6 +286,7 @@ def _set_attributes(owner: Any, was: dict[str, Any]) -> None:
         if name in slots:
             object.__setattr__(owner, name, value)
         else:
+            own.pop(name, None)  # so that the order is restored, too
             own[name] = value
 
 

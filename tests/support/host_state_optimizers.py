@@ -2,7 +2,7 @@
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +101,7 @@ HELD = (
     holding("InList", list, lambda x: x.append(float(len(x)))),
     holding("InNestedList", lambda: {"a": ([0],)}, lambda x: x["a"][0].append(1)),
     holding("InBytes", lambda: bytearray(b"ab"), lambda x: x.append(len(x))),
+    holding("InOrder", lambda: OrderedDict(a=1, b=2), lambda x: x.move_to_end(next(iter(x)))),
     holding("InObject", lambda: types.SimpleNamespace(count=0), increment),
     holding("InSlots", Slotted, increment),
     holding("InClosure", counter, lambda x: x()),
@@ -229,7 +230,7 @@ def frozen(value: Any) -> Any:
     if isinstance(value, (np.ndarray, deque, set)):
         return frozen(list(value))
     if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
+        return [(key, frozen(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return [frozen(item) for item in value]
     if isinstance(value, Slotted):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +107,18 @@ def test_any_change_to_the_host_state_is_noticed_and_restored(value, data):
     assert exactly(optimizer.held) == exactly([value])
     assert exactly(value) == before
     assert host.changed_object() is None
+
+
+@pytest.mark.parametrize("holder", [dict, types.SimpleNamespace])
+def test_the_order_of_a_mapping_is_part_of_its_state(holder):
+    optimizer, _ = made(Foreach)
+    optimizer.held = holder(a=1, b=2)
+    entries = optimizer.held if holder is dict else vars(optimizer.held)
+    host = PythonState(optimizer)
+    entries["a"] = entries.pop("a")
+    assert host.changed_object() == "Foreach.held" and not host.only_grew()
+    host.restore()
+    assert list(entries) == ["a", "b"] and host.changed_object() is None
 
 
 def test_tensors_are_found_wherever_they_are():
