@@ -177,7 +177,7 @@ def host_looking_away() -> Iterator[None]:
 
 def _cpu_backend(name: str) -> Backend:
     """The backend for CPU tensors if ``name`` is chosen."""
-    if name == "compiled" or (name == "auto" and _has_compiler() and _compiled(name).works):
+    if name == "compiled" or (name == "auto" and _has_compiler() and _compiled(name).can_compile):
         return _compiled(name)
     return _eager_on_host()
 

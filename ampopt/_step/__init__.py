@@ -13,8 +13,8 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    parameter (``param_rows``). What no rule does, such as sparse gradients, takes ``torch_step``.
 4. ``plan.Plan.run`` runs the step. With several ranks, ``rank_agreement`` combines overflow flag
    and norm; ``sharding`` has what ``DTensor`` parameters need.
-5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:
-   *detect*, *control* and *update*.
+5. ``ampopt_kernels.step.run`` calls the passes of the backend of each device in order: *detect*,
+   *control* and *update*; for some rules also *sum_lines* and *reduce*.
 6. ``ampopt_kernels.cpu.compiled`` is the CPU backend: C++ made from the rule (``cpu.cpp``), called
    once for each pass, with a table that has a row of addresses for each parameter (``cpu.table``).
    The decision to skip is ``ampopt_kernels.step_decision``, which ``step.Backend.control`` calls;

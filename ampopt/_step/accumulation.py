@@ -222,12 +222,12 @@ class Accumulation(RefersToOptimizer):
     ) -> list[Work]:
         """The work of adding each gradient to its sum, by device."""
         rows, grads = [], []
-        for group, param, owner in present:
+        for _, param, owner in present:
             values = gradients.values_of(param)
             fresh = id(param) not in cycle.params
             total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
-            rows.append(ParamRow(values.dtype, total, flags=(fresh,), group=group, owner=owner))
+            rows.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
         return works_of(rows, grads, self.uploads["add"])
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:

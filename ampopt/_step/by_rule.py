@@ -33,7 +33,7 @@ from ampopt_kernels.uploads import Uploads
 __all__ = ["FIRST", "RuleRunner", "RuleStep"]
 
 FIRST = "the first step"
-"""The reason of the first plan; an ordinary loop makes no other."""
+"""The reason of the first plan."""
 
 _SECOND_RUNNERS = 8
 """The rules beside that of the optimizer whose plans are kept: those that were run last."""

@@ -86,7 +86,7 @@ def check_and_unscale(
             copies.append((values, grad))
         grads.append(grad)
         in_norm = all_reduce is None or all_reduce.agreement.in_norm(tensor, group, owner.key)
-        rows.append(ParamRow(grad.dtype, group=group, in_norm=in_norm, owner=owner))
+        rows.append(ParamRow(grad.dtype, in_norm=in_norm, owner=owner))
     check_request = replace(request, write=write, apply=False, agree=all_reduce)
     decision = run(backend_for, works_of(rows, grads, uploads), check_request)
     for values, unscaled_values in copies:

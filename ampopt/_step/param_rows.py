@@ -122,7 +122,7 @@ class RuleRows:
                 keys += () if row.keys is None else (KEYS,)
                 parts = zip(p.variant.states, row.scales, strict=True)
                 keys += tuple(scale_key(name) for (name, _), scale in parts if scale is not None)
-            row.group, row.owner = p.variant.place, owner
+            row.variant, row.owner = p.variant.place, owner
             if agreement is not None:
                 row.in_norm = agreement.in_norm(param, index, owner.key)
             if row.compute_dtype != grad_dtype or not (values is None or grad is values):

@@ -1,7 +1,7 @@
 """The object ``optimizer._ampopt``: how an optimizer steps.
 
-There are two ways: :mod:`by_rule` runs an update rule, :mod:`ordinary` a hand-written ``step()``.
-What they share is here. What an optimizer is in the middle of is its :class:`Phase`.
+There are two ways: :mod:`by_rule` runs an update rule, :mod:`handwritten_step` a hand-written
+``step()``. What they share is here. What an optimizer is in the middle of is its :class:`Phase`.
 """
 
 import inspect

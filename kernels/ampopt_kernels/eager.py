@@ -235,8 +235,9 @@ class Eager(Backend):
             for index, row, _ in work.present_rows():
                 coefficients[index] = rule.torch_before_sums(*_on_host(work, row))[1]
         else:
-            for group in _groups(work):
-                _hand_out(rule.torch_before_sums(*group[2:])[1], group.members, coefficients)
+            for variant in _variants(work):
+                h = rule.torch_before_sums(*variant[2:])[1]
+                _hand_out(h, variant.members, coefficients)
         for index, row, grad in work.present_rows():
             h = (*self._of(decision), *coefficients[index])
             yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
@@ -252,8 +253,8 @@ def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return torch.where(skip, old, new)
 
 
-class _Group(NamedTuple):
-    """The scalar states of the rows of one param group that have gradients.
+class _Variant(NamedTuple):
+    """The scalar states of the rows of one variant that have gradients.
 
     Attributes:
         members: the indices of the rows in ``work.rows``.
@@ -271,18 +272,18 @@ class _Group(NamedTuple):
     flags: tuple[bool, ...]
 
 
-def _groups(work: Work) -> Iterator[_Group]:
-    """The rows with gradients of each param group, and their scalar states as one tensor each."""
-    by_group: dict[int, list[int]] = {}
+def _variants(work: Work) -> Iterator[_Variant]:
+    """The rows with gradients of each variant, and their scalar states as one tensor each."""
+    by_variant: dict[int, list[int]] = {}
     for index, row, _ in work.present_rows():
-        by_group.setdefault(row.group, []).append(index)
+        by_variant.setdefault(row.variant, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
-    for group, members in by_group.items():
-        hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[group])
+    for variant, members in by_variant.items():
+        hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[variant])
         h = tuple(_cast(x, wide) for x in hyper)
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
-        yield _Group(members, columns, s, h, work.rows[members[0]].flags)
+        yield _Variant(members, columns, s, h, work.rows[members[0]].flags)
 
 
 def _advance(
@@ -291,20 +292,20 @@ def _advance(
     """Advance the scalar states; return the ``h`` of ``update`` for each row with a gradient."""
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
     dtypes = work.scalar_dtypes
-    for group in _groups(work):
-        arguments: tuple[Any, ...] = (group.s, group.h, group.flags)
+    for variant in _variants(work):
+        arguments: tuple[Any, ...] = (variant.s, variant.h, variant.flags)
         if sums is not None:
-            arguments = (*rule.torch_before_sums(*arguments), group.flags)
-            each = torch.stack([sums.each[i] for i in group.members])
+            arguments = (*rule.torch_before_sums(*arguments), variant.flags)
+            each = torch.stack([sums.each[i] for i in variant.members])
             arguments = (*arguments, each.unbind(1), sums.totals.unbind())
         new_s, new_h = rule.torch_scalars(*arguments)
-        for column, old, new, dtype in zip(group.columns, group.s, new_s, dtypes, strict=True):
+        for column, old, new, dtype in zip(variant.columns, variant.s, new_s, dtypes, strict=True):
             values = keep(old, new).to(dtype).unbind()
             pairs = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if pairs:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
                 copy([x for x, _ in pairs], [v for _, v in pairs])
-        _hand_out(new_h, group.members, result)
+        _hand_out(new_h, variant.members, result)
     return result
 
 
@@ -330,7 +331,7 @@ def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[An
 def _on_host(work: Work, row: ParamRow) -> tuple[Any, ...]:
     """The first three arguments of ``Rule.scalars`` and ``before_reduce``, as Python numbers."""
     s = tuple(0.0 if state is None else state.item() for state in row.scalars)
-    return s, tuple(map(float, work.hyper[row.group])), row.flags
+    return s, tuple(map(float, work.hyper[row.variant])), row.flags
 
 
 def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]]) -> None:

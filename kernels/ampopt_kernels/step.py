@@ -1,10 +1,11 @@
 """The passes of one step, and their order.
 
 A step has three passes, each one launch on an accelerator. *detect* reads the gradients once, for
-overflow flags and norms. *control* decides whether to skip, computes the next scale, and advances
-the scalar states. *update* applies the rule, or returns at once. If the rule needs sums over whole
-parameters, a fourth pass, *reduce*, computes them before update. :func:`run` calls the passes in
-order; a :class:`Backend` carries them out.
+overflow flags and norms. *control* decides whether to skip, and computes the next scale. *update*
+advances the scalar states (on an accelerator, control has) and applies the rule, or returns at
+once. Two more passes run before update for rules that need them: *sum_lines* for means over rows
+and columns, *reduce* for sums over whole parameters. :func:`run` calls the passes in order; a
+:class:`Backend` carries them out.
 """
 
 import functools
@@ -39,7 +40,7 @@ class Backend(ABC):
     name: ClassVar[str]
     host_sees: bool = False
     """Whether tensors are on the host, so that reading one does not synchronize."""
-    works: bool = True
+    can_compile: bool = True
     """Whether everything that :meth:`prepare` was called for could be compiled."""
 
     def unscales_in_update(self, request: Request) -> bool:
@@ -199,60 +200,28 @@ def run(
     """
     if request.max_norm is None and (request.causes or request.measure):
         request = request.with_norm()
-    first, *others = works
     backends = [backend_for(work.device) for work in works]
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
-            backend.prepare(work, decides=work is first)
-        if not all(backend.works for backend in backends):  # then "auto" has another one
+            backend.prepare(work, decides=work is works[0])
+        if not all([backend.can_compile for backend in backends]):  # then "auto" has another one
             backends = [backend_for(work.device) for work in works]
-    checks = request.check or request.max_norm is not None
+    first_request, partials = _on(works[0].device, request), None
     writes = request.write and not backends[0].unscales_in_update(request)
-    reads = checks or writes or request.measure or request.accumulate
-    first_request, partials = _on(first.device, request), None
-    if reads:
-        requests = [first_request] + [_on(work.device, request) for work in others]
-        if request.write or request.accumulate or request.causes:
-            for backend, work, on_device in zip(backends, works, requests, strict=True):
-                backend.prepare_decision(work, on_device, decides=work is first)
-        results = []
-        for backend, work, on_device in zip(backends, works, requests, strict=True):
-            results.append(backend.detect(work, on_device))
-        partials = results[0] if not others else _joined(results, first.device)
-        if request.agree is not None:
-            reduced = request.agree(partials, first_request.found_inf, first.device)
-            partials = replace(reduced, reports=(*partials.reports, *reduced.reports))
-            if request.check:  # if not, it was not all-reduced: every rank has the same flag
-                first_request = replace(first_request, found_inf=None)
-            if reduced.loss is not None:
-                first_request = replace(first_request, loss=reduced.loss)
-    decision = backends[0].control(first, first_request, partials)
+    if request.needs_agreement or writes or request.measure or request.accumulate:
+        first_request, partials = _detected(backends, works, request, first_request)
+    decision = backends[0].control(works[0], first_request, partials)
     if request.apply:
-        decisions = [decision]
-        for work in others:
-            device = work.device
-            coefficients = to_device(decision.coefficients_on_device, device, widest(device))
-            found_inf = decision.found_inf
-            decisions.append(Decision(found_inf, coefficients, unscales=decision.unscales))
-        steps = list(zip(backends, works, decisions, strict=True))
-        if first.rule is not None and first.rule.averages is not None:
-            lines = [backend.sum_lines(work, decided) for backend, work, decided in steps]
-            if request.agree_on_lines is not None:
-                request.agree_on_lines(works, lines)
-            for (backend, work, decided), own in zip(steps, lines, strict=True):
-                advance(work, own, None if backend.host_sees else decided.skip)
-            steps = [
-                (*step[:2], replace(step[2], h=own.h))
-                for step, own in zip(steps, lines, strict=True)
-            ]
-        if first.rule is not None and first.rule.reduces:
-            sums = [backend.reduce(work, decided) for backend, work, decided in steps]
-            over_devices = over_all(works, sums, request.agree_on_sums)
-            steps = [
-                (*step[:2], replace(step[2], sums=totals))
-                for step, totals in zip(steps, over_devices, strict=True)
-            ]
-        for backend, work, decided in steps:
+        decisions = [decision, *(_on_device(decision, work.device) for work in works[1:])]
+        rule = works[0].rule
+        if rule is not None and rule.averages is not None:
+            decisions = _with_lines(backends, works, decisions, request)
+        if rule is not None and rule.reduces:
+            parts = zip(backends, works, decisions, strict=True)
+            own = [backend.reduce(work, decided) for backend, work, decided in parts]
+            sums = over_all(works, own, request.agree_on_sums)
+            decisions = [replace(d, sums=s) for d, s in zip(decisions, sums, strict=True)]
+        for backend, work, decided in zip(backends, works, decisions, strict=True):
             if work.keyed:
                 take_keys(work.keys, decided.skip)
             backend.update(work, decided)
@@ -260,6 +229,59 @@ def run(
         if not backend.host_sees:  # then a graph of the device may be capturing this step
             work.uploads.keep_while_captured(work.device, work.row_column_factors)
     return decision
+
+
+def _detected(
+    backends: Sequence[Backend], works: Sequence[Work], request: Request, first_request: Request
+) -> tuple[Request, Partials]:
+    """Run detect on every device, and combine what it found on all devices and ranks.
+
+    Returns:
+        ``first_request``, which is ``request`` on the first device, with what the ranks have agreed
+        on; and the partials on that device.
+    """
+    requests = [first_request, *(_on(work.device, request) for work in works[1:])]
+    each = list(zip(backends, works, requests, strict=True))
+    if request.write or request.accumulate or request.causes:
+        for backend, work, on_device in each:
+            backend.prepare_decision(work, on_device, decides=work is works[0])
+    results = [backend.detect(work, on_device) for backend, work, on_device in each]
+    device = works[0].device
+    partials = results[0] if len(results) == 1 else _joined(results, device)
+    if request.agree is not None:
+        reduced = request.agree(partials, first_request.found_inf, device)
+        partials = replace(reduced, reports=(*partials.reports, *reduced.reports))
+        if request.check:  # if not, it was not all-reduced: every rank has the same flag
+            first_request = replace(first_request, found_inf=None)
+        if reduced.loss is not None:
+            first_request = replace(first_request, loss=reduced.loss)
+    return first_request, partials
+
+
+def _on_device(decision: Decision, device: torch.device) -> Decision:
+    """What update needs of the ``decision`` of another device."""
+    coefficients = to_device(decision.coefficients_on_device, device, widest(device))
+    return Decision(decision.found_inf, coefficients, unscales=decision.unscales)
+
+
+def _with_lines(
+    backends: Sequence[Backend],
+    works: Sequence[Work],
+    decisions: Sequence[Decision],
+    request: Request,
+) -> list[Decision]:
+    """Compute the means over rows and columns of this step; see ``row_column_means``.
+
+    Returns:
+        The decisions, with the numbers that ``averages`` got.
+    """
+    each = list(zip(backends, works, decisions, strict=True))
+    lines = [backend.sum_lines(work, decision) for backend, work, decision in each]
+    if request.agree_on_lines is not None:
+        request.agree_on_lines(works, lines)
+    for (backend, work, decision), own in zip(each, lines, strict=True):
+        advance(work, own, None if backend.host_sees else decision.skip)
+    return [replace(d, h=own.h) for d, own in zip(decisions, lines, strict=True)]
 
 
 def _on(device: torch.device, request: Request) -> Request:

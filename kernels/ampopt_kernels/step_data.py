@@ -166,9 +166,9 @@ class Decision:
         norm: global norm of the unscaled gradients, 0-d, if requested.
         scale: the next scale, with shape and dtype of ``request.scale``, if there is a policy.
         counters: the next counters, int32, shape (2,), with ``scale``.
-        h: the numbers that ``rule.scalars`` returned, if a backend has advanced the scalar states
-            before the update, shape (rows, width); for a rule that reduces, those of
-            ``rule.before_reduce``.
+        h: on an accelerator, the numbers of each row that control has computed, and so the update
+            need not: those that ``rule.scalars`` returned, or for a rule that reduces, those of
+            ``rule.before_reduce``: shape (rows, width). The CPU's update does not read it.
         reports: as :attr:`Partials.reports`.
         unscales: whether update stores the gradients unscaled.
         sums: the sums over whole parameters, once all ranks and devices have added theirs, if the

@@ -47,7 +47,7 @@ class ParamRow:
             ``None`` for each that does not exist under ``flags``.
         flags: values of ``rule.flags``. In a step that accumulates, one flag: whether the sum,
             which is then ``param``, is still empty.
-        group: index of the param group in :attr:`Work.hyper`.
+        variant: index of the row's hyperparameters in :attr:`Work.hyper`.
         in_norm: whether this rank adds the gradient to the global norm. One of the ranks that
             replicate a parameter does.
         owner: name and ``id`` of the parameter, for messages.
@@ -70,7 +70,7 @@ class ParamRow:
     low: Tensor | None = None
     scalars: tuple[Tensor | None, ...] = ()
     flags: tuple[bool, ...] = ()
-    group: int = 0
+    variant: int = 0
     in_norm: bool = True
     owner: Owner = NOBODY
     keys: Tensor | None = None
@@ -149,7 +149,8 @@ class Work:
         present: for each row 1 if its parameter has a gradient in this step, else 0;
             ``None`` if every one has. A step does not change the tensors of the other rows.
         rule: the update rule; ``None`` if gradients are only read or accumulated.
-        hyper: for each param group, the numbers that ``rule.hyper_values`` returns.
+        hyper: the numbers that ``rule.hyper_values`` returns, for each *variant*: each param group,
+            or each kind of parameter in it, if ``rule.entries`` tells kinds apart.
         uploads: constants that are on the device already, kept from step to step.
         backend_rows: the rows in the backend's own form, kept from step to step; ``None`` until the
             backend makes it.

@@ -123,7 +123,7 @@ class RowPlan:
         state: elements of each state of the rule, repeated.
         step: the step count.
         flags: flags of the rule.
-        group: index of the param group.
+        variant: index of the row's hyperparameters.
         master: whether parameter and states are float32, with a copy of the parameter in ``dtype``.
     """
 
@@ -136,7 +136,7 @@ class RowPlan:
     state: tuple[tuple[float, ...], ...] = ()
     step: int = 0
     flags: tuple[bool, ...] = ()
-    group: int = 0
+    variant: int = 0
     master: bool = False
 
     @property
@@ -198,7 +198,7 @@ class Built:
             copy=place(param, plan.dtype) if plan.master else None,
             scalars=tuple(place(count, torch.float32) if exists else None for exists in scalars),
             flags=plan.flags,
-            group=plan.group,
+            variant=plan.variant,
         )
         return row, grad
 
@@ -305,7 +305,7 @@ def works(draw: st.DrawFn, max_rows: int = 3) -> WorkPlan:
                 state=tuple(state),
                 step=draw(st.sampled_from([0, 1, 1000])),
                 flags=flags,
-                group=draw(st.integers(0, 1)),
+                variant=draw(st.integers(0, 1)),
             )
         )
     return WorkPlan(tuple(rows), rule, groups)

@@ -46,8 +46,8 @@ class Compiled(Backend):
         """Compile what every step needs.
 
         Args:
-            falls_back: whether to warn if something cannot be compiled, and set :attr:`works` to
-                false; else that is an error.
+            falls_back: whether to warn if something cannot be compiled, and set
+                :attr:`can_compile` to false; else that is an error.
         """
         objects.loops.want()
         self._falls_back = falls_back
@@ -74,7 +74,7 @@ class Compiled(Backend):
         except Exception as error:
             if not self._falls_back:
                 raise RuntimeError(f"the compiled backend {_needed(error)}") from error
-            self.works = False  # the compiler would fail for the next rule too
+            self.can_compile = False  # the compiler would fail for the next rule too
             message = str(error)
             if not isinstance(error, CacheError):
                 message = f"compiling a rule failed, {type(error).__name__}: {error}"

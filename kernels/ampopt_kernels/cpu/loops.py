@@ -61,8 +61,8 @@ WHOLE_BLOCKS = """
 TABLE = """
 // Columns of the table: TENSORS tensors, of which the first one is the row's index in the work, in
 // place of the gradient; then scalar states; then these.
-constexpr int64_t TENSORS = {tensors}, NUMEL = TENSORS + {scalars}, GROUP = NUMEL + 1;
-constexpr int64_t FIRST = GROUP + 1, KEY = FIRST + 1, JUMPS = KEY + 1;
+constexpr int64_t TENSORS = {tensors}, NUMEL = TENSORS + {scalars}, VARIANT = NUMEL + 1;
+constexpr int64_t FIRST = VARIANT + 1, KEY = FIRST + 1, JUMPS = KEY + 1;
 constexpr int64_t COLUMNS = {placed} ? JUMPS + {jumps} : FIRST;
 
 // The tensors of a row, with its gradient.
@@ -83,18 +83,18 @@ static void compute(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
     double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows
 ) {{
-    int64_t n = 0, last_group = -1;
+    int64_t n = 0, last_variant = -1;
     double last[{n_inputs}], next[{n_inputs}];
     for (int64_t i = 0; i < n_rows; ++i) {{
         const int64_t* row = table + i * COLUMNS;
         of_rows[i] = -1;
         if (!grads[row[0]]) continue;
         const double inputs[] = {{{inputs}}};
-        const double* h = hyper + row[GROUP] * {n_hyper};
-        if ({placed} || row[GROUP] != last_group ||
+        const double* h = hyper + row[VARIANT] * {n_hyper};
+        if ({placed} || row[VARIANT] != last_variant ||
             __builtin_memcmp(inputs, last, sizeof inputs)) {{
             __builtin_memcpy(last, inputs, sizeof inputs);
-            last_group = row[GROUP];
+            last_variant = row[VARIANT];
             double* result = numbers + {width} * n++;
             result[0] = inverse, result[1] = clip;
             {statements}

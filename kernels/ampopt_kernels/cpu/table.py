@@ -15,7 +15,7 @@ factors        1 each     addresses of the factors of rows and columns; see ``ro
 m, n           0 or 2     rows and columns of a matrix, if there are factors
 scalar states  1 each     addresses of the 0-d states; 0 where the flags omit one
 numel          1          number of elements
-group          1          index of the parameter group
+variant        1          index of its hyperparameters in ``Work.hyper``
 first, key     0 or 2     position of the first element in the whole parameter, and address of the
                           random key (0 for none), if random numbers are computed
 jumps          3 each     period, phase and size; see ``element_indices``
@@ -100,7 +100,7 @@ class KindTable:
             integers += row.row_column_means.addresses
         integers += [0 if scalar is None else scalar.data_ptr() for scalar in row.scalars]
         assert row.param is not None
-        integers += (row.param.numel(), row.group)
+        integers += (row.param.numel(), row.variant)
         if self.kind.placed:
             integers += (row.indices.first, 0 if row.keys is None else row.keys.data_ptr())
             integers += chain.from_iterable(row.indices.jumps)
@@ -165,7 +165,7 @@ class Table:
         kinds: all rows, by kind; ``None`` until :meth:`make_kinds`.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
-        hyper_at: where the hyperparameters of this step are: float64, one group after another.
+        hyper_at: where the hyperparameters of this step are: float64, one variant after another.
     """
 
     def __init__(self, work: Work) -> None:
@@ -234,7 +234,7 @@ def _kind(work: Work, row: ParamRow) -> Kind:
         row.flags,
         row.dtypes,
         tuple(None if scalar is None else scalar.dtype for scalar in row.scalars),
-        len(work.hyper[row.group]),
+        len(work.hyper[row.variant]),
         row.rounds,
         row.codecs if row.is_coded else (),
     )

@@ -209,7 +209,7 @@ def control_kernel(
             the step is applied, or overflows.
         table: int64, shape (n_rows, COLUMNS); see ``table.py``. The scalar states are at addresses
             in it, and are updated in place unless ``PREVIEW``.
-        hyper: float64, shape (groups, N_HYPER): the hyperparameters of each parameter group.
+        hyper: float64, shape (variants, N_HYPER): the hyperparameters of each variant.
         sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; read if ``N_TERMS``.
         totals: float64, shape (N_TERMS,): the same summed over all parameters.
         h_out: float64, shape (n_rows, width of h), written if ``ADVANCE``.
@@ -231,7 +231,7 @@ def control_kernel(
         BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if ``N_TERMS``.
         SCALARS: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
         ARGUMENTS: how many of ``(s, h, flags, sums, totals)`` ``SCALARS`` takes.
-        N_HYPER: hyperparameters of a group.
+        N_HYPER: hyperparameters of a variant.
         N_STATES: columns of ``table`` between the parameter and the scalar states.
         N_SCALARS: columns of ``table`` for scalar states.
         DTYPES: tuple of dtypes, one for each scalar state.
@@ -389,11 +389,11 @@ def _advance(
     present = tl.load(row, mask=live, other=0) != 0  # whether there is a gradient
     if len(FLAG_SETS) > 1:
         live = live & (tl.load(row + COLUMNS - 4, mask=live, other=-1) == FLAG_SET)
-    group = tl.load(row + COLUMNS - 2, mask=live, other=0)
+    variant = tl.load(row + COLUMNS - 2, mask=live, other=0)
     # Lanes without a row compute on ordinary numbers, so that none divides by zero.
     h = ()
     for i in tl.static_range(N_HYPER):
-        h = h + (tl.load(hyper + group * N_HYPER + i, mask=live, other=0.5),)
+        h = h + (tl.load(hyper + variant * N_HYPER + i, mask=live, other=0.5),)
     s = ()
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)

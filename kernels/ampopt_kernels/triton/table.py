@@ -20,7 +20,7 @@ keys                1          address of the random key of stochastic rounding
 first               1          position of the first element in the whole parameter
 flags               1          index of the row's flags in ``Table.flag_sets``
 in_norm             1          1 if the gradient is part of the norm, else 0
-group               1          index of the parameter group
+variant             1          index of its hyperparameters in ``Work.hyper``
 numel               1          number of elements
 ==================  =========  ====================================================================
 
@@ -210,7 +210,7 @@ class Table:
             jumps = [n for jump in row.indices.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
             rows += [keys, row.indices.first, of_flags]
-            rows += [int(row.in_norm), row.group, sizes[index]]
+            rows += [int(row.in_norm), row.variant, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
             means = row.row_column_means
             even = aligned[index] and means is not None and means.is_even
@@ -259,23 +259,23 @@ def state_columns(rule: Rule | None) -> int:
 
 
 def hyper_table(work: Work) -> Tensor:
-    """The hyperparameters on the device: float64, shape (groups, hyperparameters).
+    """The hyperparameters on the device: float64, shape (variants, hyperparameters).
 
     A hyperparameter that is a device tensor is copied on the device. Does not synchronize.
     """
     numbers, on_device = [], []
-    for group, values in enumerate(work.hyper):
+    for variant, values in enumerate(work.hyper):
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 value = value.item()  # does not synchronize
             if isinstance(value, Tensor):
-                on_device.append((group, i, value))
+                on_device.append((variant, i, value))
                 value = 0.0
             numbers.append(float(value))
     table = work.uploads.get("hyper", numbers, torch.float64, work.device, in_place=True)
     table = table.view(len(work.hyper), -1)
-    for group, i, value in on_device:
-        table[group, i].copy_(value.detach().reshape(()), non_blocking=True)
+    for variant, i, value in on_device:
+        table[variant, i].copy_(value.detach().reshape(()), non_blocking=True)
     return table
 
 

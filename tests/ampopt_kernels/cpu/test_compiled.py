@@ -285,7 +285,7 @@ def test_each_row_gets_the_bits_that_it_gets_alone(rule, counts, scalar_dtype, s
                     torch.tensor(float(count), dtype=scalar_dtype) for _ in rule.scalar_state
                 ),
                 flags=flags,
-                group=i % 2,
+                variant=i % 2,
             )
             for i, (tensors, count) in enumerate(zip(drawn, counts, strict=True))
         ]

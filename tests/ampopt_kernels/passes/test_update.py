@@ -43,7 +43,7 @@ def scalar_after(rule: Rule | None, before: float) -> float:
 
 def reference(row: RowPlan, plan: WorkPlan, factor: float) -> dict[str, torch.Tensor]:
     """Parameter, states and scalar after torch's own float64 step, gradients times factor."""
-    rule, hyper = plan.rule, plan.hyper[row.group]
+    rule, hyper = plan.rule, plan.hyper[row.variant]
     assert rule is not None
     on = dict(zip(rule.flags, row.flags, strict=True))
     p = torch.nn.Parameter(row.tensor(row.param).to(row.stored).double())
@@ -285,7 +285,7 @@ def test_many_rows_each_with_its_own_count(engine):
             state=((2.0,),) if i % 3 else (),
             step=i % 5,
             flags=(bool(i % 3), False, bool(i % 2), False, bool(i % 7)),
-            group=i % 2,
+            variant=i % 2,
         )
         for i in range(131)
     )

@@ -50,7 +50,7 @@ def is_aligned(row, grad):
     request=st.sampled_from([Request(), Request(scale=torch.ones(())), Request(max_norm=1.0)]),
 )
 def test_three_launches_however_many_tensors_and_groups(sizes, request):
-    rows = tuple(row(n, group=i % 2) for i, n in enumerate(sizes))
+    rows = tuple(row(n, variant=i % 2) for i, n in enumerate(sizes))
     launches = launched(WorkPlan(rows, rules.sgd, (HYPER, HYPER)).build().work, request)
     assert [launch[0] for launch in launches] == [
         "detect_kernel",
