@@ -38,7 +38,7 @@ FIRST = "the first step"
 _SECOND_RUNNERS = 8
 """The rules beside that of the optimizer whose plans are kept: those that were run last."""
 
-_FIRST = (
+_MAKES_STATES = (
     "the first step of an optimizer, the first with a gradient of some parameter, or one with "
     "other options or layouts than the step before: each replay would make states again"
 )
@@ -176,7 +176,7 @@ class RuleRunner(RefersToOptimizer):
         optimizer, rule = self.optimizer, self.rule
         device = device_of(optimizer.param_groups)
         if device is not None:
-            refuse_while_captured(device, _FIRST)
+            refuse_while_captured(device, _MAKES_STATES)
         planned, variants = self.checks.check_plannable(rule, absent=absent)
         return Plan(
             optimizer,

@@ -120,8 +120,8 @@ class Partials:
 
     Attributes:
         flags: 1 for each chunk that has a non-finite unscaled gradient, else 0: float32, shape
-            (chunks,). From a backend that computes on the host a list of bool, empty if a test of
-            all gradients at once found them finite.
+            (chunks,). From a backend that computes on the host a list of bool, empty if no
+            gradient overflows and no norm was requested.
         squares: sum of squares of the unscaled gradients of each chunk: ``widest``, shape
             (chunks,); 0 for rows that are not ``in_norm``. ``None`` if no norm was requested.
         reports: for each device, which parameter each chunk belongs to; after an all-reduce, also

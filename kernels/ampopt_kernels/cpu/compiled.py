@@ -86,12 +86,14 @@ class Compiled(Backend):
             return accumulate_gradients(work, request, host_sees=True)
         scale = request.grad_scale
         inverse = 1.0 if scale is None else reciprocal(scale.item())
-        table, n, flags, squares = Table.of(work), len(work.rows), bytearray(len(work.rows)), None
-        measures = None
+        table, n, flags = Table.of(work), len(work.rows), bytearray(len(work.rows))
+        measures = squares = None
+        finite = True
         if request.measure:
             measures = torch.zeros(n, MEASURES, dtype=torch.float64, device="cpu")
             for rows in table.gradients:
                 rows.measure(table.grads_at, inverse, flags, measures)
+            finite = not any(flags)
             measures[:, 0] = squares = table.counted(measures[:, 0]) * inverse * inverse
         elif request.max_norm is not None:
             squares = torch.zeros(n, dtype=torch.float64, device="cpu")
@@ -99,12 +101,12 @@ class Compiled(Backend):
                 rows.add_squares(table.grads_at, squares)
             # Unscaling by 1 or less makes nothing larger: finite before means finite after.
             if not (0 <= inverse <= 1 and math.isfinite(squares.sum().item())):
-                self._test(table, inverse, flags)
+                finite = self._are_finite(table, inverse, flags)
             squares = table.counted(squares) * inverse * inverse
-        elif not request.check or self._test(table, inverse, flags):
-            flags = bytearray()
+        elif request.check:
+            finite = self._are_finite(table, inverse, flags)
         reports = ()
-        if measures is not None or any(flags):
+        if measures is not None or not finite:
             places = table.with_elements()
             own = measures if measures is None or len(places) == n else measures[places]
             overflows = [bool(flags[place]) for place in places]
@@ -112,9 +114,10 @@ class Compiled(Backend):
             reports = (GradientReport(overflows, places, work.owners, own),)
         if request.write and not self.unscales_in_update(request):
             _multiply(work.present_grads, inverse)
-        return Partials(list(map(bool, flags)), squares, reports)
+        no_flags = finite and squares is None
+        return Partials([] if no_flags else list(map(bool, flags)), squares, reports)
 
-    def _test(self, table: Table, inverse: float, flags: bytearray) -> bool:
+    def _are_finite(self, table: Table, inverse: float, flags: bytearray) -> bool:
         """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""
         return all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
 
