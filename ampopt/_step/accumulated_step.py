@@ -97,8 +97,8 @@ def end_cycles(
     elif flags is not None:
         constants = uploads["decide"].setdefault(decision_device, Uploads())
         decision = run(backend_for, [Work(decision_device, [], uploads=constants)], request)
-        if flags.ranks is not None:
-            decision = decision.with_schedule_where(flags.ranks > 0, request)
+        if flags.any_sums is not None:
+            decision = decision.with_schedule_where(flags.any_sums, request)
     if decision is None or flags is None:
         return decision
     if whole.max_norm is None:
@@ -115,13 +115,13 @@ class _CycleFlags(NamedTuple):
         overflow: more than 0 if a micro-batch overflowed, after which the scale is lowered. With
             ``drop="micro_batch"`` the step may be applied nevertheless.
         reports: the records that tell which parameters, and ranks, overflowed.
-        ranks: how many ranks have sums: 0-d; ``None`` on one rank.
+        any_sums: whether any rank has sums: bool, 0-d; ``None`` on one rank.
     """
 
     skip: Tensor
     overflow: Tensor | None
     reports: tuple[Any, ...]
-    ranks: Tensor | None
+    any_sums: Tensor | None
 
 
 def _flags_of(
@@ -138,12 +138,9 @@ def _flags_of(
     all_reduce = flag_all_reduce(agreement, request, present, ControlPoint.CYCLE)
     if all_reduce is None:
         return None if skip is None or not present else _CycleFlags(skip, overflow, reports, None)
-    no_skip = torch.zeros((), dtype=torch.float32, device=decision_device)
-    skips = (no_skip if skip is None else skip).reshape(1)
-    partials = all_reduce(Partials([], squares=skips), overflow, decision_device)
-    assert partials.squares is not None
-    skip, overflow = partials.squares.clamp(max=1.0), partials.flags_on(decision_device)
-    return _CycleFlags(skip, overflow, (*reports, *partials.reports), all_reduce.ranks)
+    partials = all_reduce(Partials([], None), overflow, decision_device, must_skip=skip)
+    overflow, reports = partials.flags_on(decision_device), (*reports, *partials.reports)
+    return _CycleFlags(all_reduce.any_must_skip, overflow, reports, all_reduce.any_gradients)
 
 
 def _any_of(flags: Sequence[Tensor | None], decision_device: torch.device) -> Tensor | None:

@@ -81,7 +81,7 @@ class AccumulationCycle:
         if all_reduce is None:
             self.calls += 1
         else:
-            is_present = to_device(all_reduce.ranks > 0, self.decision_device, torch.float32)
+            is_present = to_device(all_reduce.any_gradients, self.decision_device, torch.float32)
             self.calls, n_kept = self.calls + is_present, n_kept * is_present
         self.n_kept = n_kept if self.n_kept is None else self.n_kept + n_kept
 

@@ -133,7 +133,7 @@ def step_with_unscaling_closure(
         except Exception:
             if agreement is not None and ours.phase.pending is None:
                 # in the all-reduce of the others' unscale
-                agreement.join_without_gradients(ours.decision_device)
+                agreement.join_after_raise(ours.decision_device)
             raise
         if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(

@@ -43,7 +43,7 @@ def decided_elsewhere(
         return None
     check_request = replace(request, write=False, apply=False, agree=all_reduce)
     decision = run(backend_for, [Work(device, [])], check_request)
-    return decision.with_schedule_where(all_reduce.ranks > 0, request)
+    return decision.with_schedule_where(all_reduce.any_gradients, request)
 
 
 @torch.no_grad()

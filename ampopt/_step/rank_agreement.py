@@ -16,6 +16,7 @@ from ampopt._step.rank_messages import (
     Column,
     Comparison,
     ControlPoint,
+    RankRow,
     RowsOnDevices,
     local_results,
     row_of,
@@ -157,6 +158,7 @@ class Agreement:
         call: ControlPoint,
         partials: Partials,
         flag: Tensor | None,
+        must_skip: Tensor | None,
         device: torch.device,
         *,
         present: int,
@@ -168,6 +170,7 @@ class Agreement:
             call: the control point of this rank.
             partials: overflow flags and squared norms of this rank's gradients.
             flag: a further overflow flag, more than 0 for overflow.
+            must_skip: more than 0 if the accumulation cycle of this rank must be skipped.
             device: the device on which the step is decided.
             present: how many gradients this rank has.
 
@@ -179,23 +182,16 @@ class Agreement:
             RuntimeError: ranks make different requests (where that takes a synchronization, it is
                 raised in a later step), or have different parameters; or the all-reduce failed.
         """
-        row = row_of(
-            request,
-            call,
-            params=self._params,
-            classes=self._settings.classes,
-            present=present > 0,
-            gradients=present if self._step_has_collectives else 0,
-        )
+        row = self._row_of(request, call)
+        row[Column.PRESENT] = float(present > 0)
+        row[Column.GRADIENTS] = float(present) if self._step_has_collectives else 0.0
+        results = local_results(request, partials, flag, must_skip, self._settings, device)
         host_sees = backend_for(device).host_sees
-        results = local_results(request, partials, flag, self._settings, device)
         if host_sees:
-            whole = list(row)
             for column, result in results.items():
-                whole[column] = float(result)
-            rows = self._rows.matrix(tuple(whole), device)
-        else:
-            rows = self._rows.matrix(row, device)
+                row[column] = float(result)
+        rows = self._rows.matrix(row, device)
+        if not host_sees:
             for column, result in results.items():
                 rows[self.place, column] = result
         self._all_reduce(rows, self._groups)
@@ -216,12 +212,14 @@ class Agreement:
         all_reduce = FlagAllReduce(self, Request(), call=ControlPoint.FLAG)
         return all_reduce(Partials([], None), tensor, device).flags_on(device)
 
-    def join_without_gradients(self, device: torch.device) -> None:
+    def join_after_raise(self, device: torch.device) -> None:
         """Take part in the all-reduce of the other ranks after the closure of this rank raised.
 
         Does not wait for them, so that the error of the closure is seen.
         """
-        self._post(self._rows.matrix(row_of(Request(), ControlPoint.RAISED), device))
+        row = row_of(Request(), ControlPoint.NONE)
+        row[Column.RAISED] = 1.0
+        self._post(self._rows.matrix(row, device))
 
     def closures(
         self,
@@ -249,25 +247,27 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`exchange`.
         """
-        row = row_of(
-            Request(),
-            ControlPoint.CLOSURE,
-            params=self._params,
-            classes=self._settings.classes,
-            evaluation=evaluation,
-            max_replays=max_replays,
-        )
+        row = self._row_of(Request(), ControlPoint.CLOSURE)
+        row[Column.EVALUATION] = float(evaluation)
+        row[Column.MAX_REPLAYS] = float(max_replays)
+        row[Column.RAISED] = float(raised)
         rows = self._rows.matrix(row, device)
         rows[self.place, Column.LEFT_OUT] = self._settings.left_out()
         rows[self.place, Column.OVERFLOW] = float(not finite)
-        rows[self.place, Column.SQUARES] = float(raised)
         if raised:
             self._post(rows)
             return True, True
         self._all_reduce(rows, self._groups)
         self._comparison.compare(rows, row, self._ranks, self._settings, at_once=True)
-        not_finite, raises = rows[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
-        return not not_finite, raises > 0
+        not_finite, raises = rows[:, [Column.OVERFLOW, Column.RAISED]].sum(0).tolist()
+        return not_finite == 0, raises > 0
+
+    def _row_of(self, request: Request, call: ControlPoint) -> RankRow:
+        """The row of this rank, with what it knows of parameters and optimizers."""
+        row = row_of(request, call)
+        row[Column.PARAMS] = float(self._params)
+        row[Column.CLASSES] = float(self._settings.classes)
+        return row
 
     # --- sums of rules ----------------------------------------------------------------------------
 
@@ -402,10 +402,16 @@ class FlagAllReduce:
     rows: Tensor | None = None
 
     @property
-    def ranks(self) -> Tensor:
-        """How many ranks have gradients: 0-d. Only after the call."""
+    def any_gradients(self) -> Tensor:
+        """Whether any rank has gradients: bool, 0-d. Only after the call."""
         assert self.rows is not None
-        return self.rows[:, Column.PRESENT].sum()
+        return self.rows[:, Column.PRESENT].amax() > 0
+
+    @property
+    def any_must_skip(self) -> Tensor:
+        """1 if the accumulation cycle of any rank must be skipped, else 0: 0-d. After the call."""
+        assert self.rows is not None
+        return self.rows[:, Column.MUST_SKIP].amax()
 
     def own(self, found_inf: Tensor) -> Tensor:
         """The part of this rank in ``found_inf``, which was decided with it. Only after the call.
@@ -416,20 +422,27 @@ class FlagAllReduce:
         overflows = self.rows[:, Column.OVERFLOW].to(found_inf.dtype)
         return torch.where(overflows.amax() > 0, overflows[self.agreement.place], found_inf)
 
-    def __call__(self, partials: Partials, flag: Tensor | None, device: torch.device) -> Partials:
+    def __call__(
+        self,
+        partials: Partials,
+        flag: Tensor | None,
+        device: torch.device,
+        must_skip: Tensor | None = None,
+    ) -> Partials:
         """The overflow flag and squared norm of all ranks; see :meth:`Agreement.exchange`.
 
         Args:
             partials: overflow flags and squared norms of this rank's gradients.
             flag: a further overflow flag, more than 0 for overflow.
             device: the device on which the step is decided.
+            must_skip: more than 0 if the accumulation cycle of this rank must be skipped.
 
         Returns:
             One flag, one squared norm if ``partials`` has any, and the mean of the losses that
             ranks passed if a cause needs the loss.
         """
         rows = self.agreement.exchange(
-            self.request, self.call, partials, flag, device, present=self.present
+            self.request, self.call, partials, flag, must_skip, device, present=self.present
         )
         self.rows, overflows = rows, rows[:, Column.OVERFLOW]
         by_ranks = (self.agreement.rank_flags(overflows),)

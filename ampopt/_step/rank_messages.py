@@ -6,7 +6,7 @@ sum has every row as its rank wrote it, NaN and infinity too.
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "ControlPoint",
     "Column",
     "Comparison",
+    "RankRow",
     "RowsOnDevices",
     "difference",
     "local_results",
@@ -29,15 +30,15 @@ __all__ = [
 ]
 
 
-RankRow = tuple[float, ...]
-"""The numbers of one rank, in the order of :class:`Column`; device values are filled in later."""
+RankRow = list[float]
+"""The numbers of one rank, in the order of :class:`Column`."""
 
 
 class ControlPoint(enum.IntEnum):
     """The control point in which a rank takes part in the all-reduce."""
 
-    RAISED = 0
-    """The call of this rank raised; it takes part so that the others do not wait for it."""
+    NONE = 0
+    """The closure of this rank raised before its control point, in which the others are."""
     CHECK = 1
     ACCUMULATE = 2
     MICRO_BATCH = 3
@@ -51,94 +52,66 @@ class ControlPoint(enum.IntEnum):
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
     """Indices into a row. From ``LEFT_OUT`` on, the rows of all ranks have to be equal."""
 
-    OVERFLOW = 0  # more than 0 if this rank found one; for CLOSURE, if its loss is not finite
-    # squared norm of this rank, NaN if not requested; for CLOSURE, 1 if it raised; for CYCLE, more
-    # than 0 if this rank has to skip
-    SQUARES = 1
+    OVERFLOW = 0  # more than 0 if a gradient of this rank is not finite; for CLOSURE, its loss
+    SQUARES = 1  # squared norm of this rank; NaN if not requested
     PRESENT = 2  # 1 if this rank has gradients
     LOSS = 3
     GIVES_LOSS = 4  # 1 if LOSS was passed
-    LEFT_OUT = 5  # this and the next three are of RankSettings
-    OPTIONS = 6
-    TENSORS = 7
-    COPIES = 8
-    CALL = 9
-    PARAMS = 10  # a digest of shapes, dtypes and placements
-    CLASSES = 11  # a digest of RankSettings
-    EVALUATION = 12  # number of the closure's evaluation, from 1; 0 before the first
-    MAX_REPLAYS = 13  # of a closure
-    GRADIENTS = 14  # how many, if the step makes a collective for each; else 0
-    DROPS = 15  # 1 if an overflow skips the step
-    MAX_NORM = 16
-    NORM = 17  # the smallest norm= of all skip_when; the next three are smallest values, too
-    NORM_DEVIATIONS = 18
-    LOSS_LIMIT = 19
-    LOSS_DEVIATIONS = 20
-    CAUSES = 21  # a digest of the arguments of all skip_when
-    SCALE = 22
-    COUNT = 23
+    MUST_SKIP = 5  # 1 if the accumulation cycle of this rank must be skipped
+    RAISED = 6  # 1 if the closure of this rank raised
+    LEFT_OUT = 7  # this and the next three are of RankSettings
+    OPTIONS = 8
+    TENSORS = 9
+    COPIES = 10
+    CALL = 11
+    PARAMS = 12  # a digest of shapes, dtypes and placements
+    CLASSES = 13  # a digest of RankSettings
+    EVALUATION = 14  # number of the closure's evaluation, from 1; 0 before the first
+    MAX_REPLAYS = 15  # of a closure
+    GRADIENTS = 16  # how many, if the step makes a collective for each; else 0
+    DROPS = 17  # 1 if an overflow skips the step
+    MAX_NORM = 18
+    NORM = 19  # the smallest norm= of all skip_when; the next three are smallest values, too
+    NORM_DEVIATIONS = 20
+    LOSS_LIMIT = 21
+    LOSS_DEVIATIONS = 22
+    CAUSES = 23  # a digest of the arguments of all skip_when
+    SCALE = 24
+    COUNT = 25
 
 
 NOT_GIVEN = -1.0
 """Stands for ``None`` in columns of numbers that are 0 or more."""
 _NOT_ASKED = float("nan")
+_LIMITS = (Column.NORM, Column.NORM_DEVIATIONS, Column.LOSS_LIMIT, Column.LOSS_DEVIATIONS)
+"""The columns of ``skip_when.limits``, in their order."""
 
 
-def row_of(
-    request: Request,
-    call: ControlPoint,
-    *,
-    params: int = 0,
-    classes: int = 0,
-    evaluation: int = 0,
-    max_replays: int = 0,
-    present: bool = False,
-    gradients: int = 0,
-) -> RankRow:
-    """The row of this rank, without what :func:`local_results` has."""
-    limits, causes = (NOT_GIVEN,) * 4, 0
-    if request.causes:
-        limits = tuple(
-            map(_smallest, zip(*(cause.limits for cause in request.causes), strict=True))
-        )
-        causes = digest(sorted(cause.settings for cause in request.causes))
-    return (
-        0.0,
-        _NOT_ASKED,
-        float(present),
-        0.0,
-        float(request.loss is not None),
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        float(call),
-        float(params),
-        float(classes),
-        float(evaluation),
-        float(max_replays),
-        float(gradients),
-        float(request.drop),
-        NOT_GIVEN if request.max_norm is None else float(request.max_norm),
-        *limits,
-        float(causes),
-        NOT_GIVEN,
-    )
-
-
-def _smallest(limits: Iterable[float | None]) -> float:
-    """The smallest of the limits that are set, or ``NOT_GIVEN`` if none is."""
-    return min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
+def row_of(request: Request, call: ControlPoint) -> RankRow:
+    """A new row with what ``request`` and ``call`` say, and 0 where they say nothing."""
+    row = [0.0] * Column.COUNT
+    row[Column.SQUARES] = _NOT_ASKED
+    row[Column.GIVES_LOSS] = float(request.loss is not None)
+    row[Column.CALL] = float(call)
+    row[Column.DROPS] = float(request.drop)
+    row[Column.MAX_NORM] = NOT_GIVEN if request.max_norm is None else float(request.max_norm)
+    for place, column in enumerate(_LIMITS):
+        limits = (cause.limits[place] for cause in request.causes)
+        row[column] = min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
+    row[Column.CAUSES] = digest(sorted(cause.settings for cause in request.causes))
+    row[Column.SCALE] = NOT_GIVEN
+    return row
 
 
 def local_results(
     request: Request,
     partials: Partials,
     flag: Tensor | None,
+    must_skip: Tensor | None,
     settings: RankSettings,
     device: torch.device,
 ) -> dict[int, float | Tensor]:
-    """The columns that :func:`row_of` leaves out: what may change with every call.
+    """The columns that may change with every call, some of them on the device.
 
     Does not synchronize.
 
@@ -146,6 +119,7 @@ def local_results(
         request: the request of this rank.
         partials: overflow flags and squared norms of this rank's gradients.
         flag: a further overflow flag, more than 0 for overflow.
+        must_skip: more than 0 if the accumulation cycle of this rank must be skipped.
         settings: the settings of this rank.
         device: the device on which the step is decided, that of the tensors in the result.
     """
@@ -165,6 +139,8 @@ def local_results(
     }
     if partials.squares is not None:
         results[Column.SQUARES] = partials.squares.sum()
+    if must_skip is not None:
+        results[Column.MUST_SKIP] = must_skip.reshape(()) > 0
     if request.scale is not None:
         results[Column.SCALE] = to_device(request.scale.reshape(()), device)
     if request.loss is not None:
@@ -183,7 +159,7 @@ class RowsOnDevices:
             place: the index of this rank's row.
         """
         self._ranks, self._place = ranks, place
-        self._cached_matrices: dict[tuple[torch.device, RankRow], Tensor] = {}
+        self._cached_matrices: dict[tuple[Any, ...], Tensor] = {}  # by device and row
 
     def matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix on ``device``: ``row``, and 0 in all other rows. Does not synchronize."""
@@ -194,11 +170,12 @@ class RowsOnDevices:
         if captures(device):
             # A graph reads the matrix in each replay, so it must not be a cached one.
             return self._new_matrix(row, device)
-        if (device, row) not in self._cached_matrices:
+        key = device, *row
+        if key not in self._cached_matrices:
             if len(self._cached_matrices) >= _MAX_CACHED:
                 self._cached_matrices.clear()
-            self._cached_matrices[device, row] = self._new_matrix(row, device)
-        return self._cached_matrices[device, row].clone()
+            self._cached_matrices[key] = self._new_matrix(row, device)
+        return self._cached_matrices[key].clone()
 
     def _new_matrix(self, row: RankRow, device: torch.device) -> Tensor:
         """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
@@ -228,7 +205,7 @@ class Comparison:
         """Start without matrices to check."""
         self.groups_apart: dict[tuple[int, ...], Any] = {}
         self.posted: deque[Any] = deque(maxlen=4)
-        self._compared_kinds: set[RankRow] = set()
+        self._compared_kinds: set[tuple[float, ...]] = set()
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
@@ -278,7 +255,7 @@ _EVERY = 8
 """The number of decisions whose matrices are copied to the host together."""
 
 
-def _kind(row: RankRow) -> RankRow:
+def _kind(row: RankRow) -> tuple[float, ...]:
     """The columns of ``row`` that usually stay the same, and whether there is a ``max_norm``."""
     clips = float(row[Column.MAX_NORM] != NOT_GIVEN)
     return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])
