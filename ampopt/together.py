@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.overflow import check_and_unscale, device_of
-from ampopt._step.rank_agreement import Agreement, flag_all_reduce
+from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
 from ampopt.optimizer import Optimizer
@@ -92,7 +92,7 @@ def unscale_and_step(
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
         with_grads = gradients.params_with_grads(groups)
-        all_reduce = flag_all_reduce(agreement, request, len(with_grads))
+        all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         decision = check_and_unscale(
             with_grads, request, all_reduce, device_of(groups), write=False, uploads=uploads
         )

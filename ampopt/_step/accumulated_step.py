@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, AccumulationCycle, refuse_sparse
 from ampopt._step.overflow import check_and_unscale
-from ampopt._step.rank_agreement import Agreement, flag_all_reduce
+from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import to_device
@@ -89,7 +89,7 @@ def end_cycles(
         decision = check_and_unscale(
             with_grads,
             request,
-            flag_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
+            decision_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
             decision_device,
             write=False,
             uploads=uploads["decide"],
@@ -135,7 +135,7 @@ def _flags_of(
     skip = _any_of([cycle.skip for cycle in cycles], decision_device)
     reports = tuple(part for cycle in cycles for part in cycle.reports)
     present = any(cycle.params for cycle in cycles)
-    all_reduce = flag_all_reduce(agreement, request, present, ControlPoint.CYCLE)
+    all_reduce = decision_all_reduce(agreement, request, present, ControlPoint.CYCLE)
     if all_reduce is None:
         return None if skip is None or not present else _CycleFlags(skip, overflow, reports, None)
     partials = all_reduce(Partials([], None), overflow, decision_device, must_skip=skip)

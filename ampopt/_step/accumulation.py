@@ -17,7 +17,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale, device_of, works_of
-from ampopt._step.rank_agreement import Agreement, FlagAllReduce, flag_all_reduce
+from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
@@ -68,14 +68,14 @@ class AccumulationCycle:
     is_checked: bool = False
     skip: Tensor | None = None
 
-    def add_flag(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
+    def add_flag(self, decision: Decision, all_reduce: DecisionAllReduce | None) -> None:
         """Combine the overflow flag of this rank with that of the cycle, by their maximum."""
         found_inf = decision.found_inf if all_reduce is None else all_reduce.own(decision.found_inf)
         flag = to_device(found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
         self.reports += tuple(r for r in decision.reports if isinstance(r, GradientReport))
 
-    def count(self, decision: Decision, all_reduce: FlagAllReduce | None) -> None:
+    def count(self, decision: Decision, all_reduce: DecisionAllReduce | None) -> None:
         """Count a micro-batch of which any rank has gradients, as kept unless it overflowed."""
         n_kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
         if all_reduce is None:
@@ -144,7 +144,7 @@ class Accumulation(RefersToOptimizer):
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
         n_present = len(gradients.present(self.groups))
-        all_reduce = flag_all_reduce(agreement, request, n_present, call)
+        all_reduce = decision_all_reduce(agreement, request, n_present, call)
         try:
             decision = self._add(cycle, request, all_reduce)
         except RuntimeError:
@@ -180,7 +180,7 @@ class Accumulation(RefersToOptimizer):
         return cycle
 
     def _add(
-        self, cycle: AccumulationCycle, request: Request, all_reduce: FlagAllReduce | None
+        self, cycle: AccumulationCycle, request: Request, all_reduce: DecisionAllReduce | None
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
         present = gradients.params_with_grads(self.groups)
@@ -286,7 +286,7 @@ class Accumulation(RefersToOptimizer):
         if cycle.drop == "micro_batch":  # else the step all-reduces the flag of the whole cycle
             n_present = len(gradients.present(self.groups))
             call = ControlPoint.LAST_MICRO_BATCH
-            all_reduce = flag_all_reduce(agreement, request, n_present, call)
+            all_reduce = decision_all_reduce(agreement, request, n_present, call)
         if all_reduce is not None or gradients.present(self.groups):
             self._add(cycle, request, all_reduce)
         else:

@@ -16,7 +16,7 @@ from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
-from ampopt._step.rank_agreement import flag_all_reduce
+from ampopt._step.rank_agreement import decision_all_reduce
 from ampopt._step.rule_state import StateCompleter
 from ampopt._step.sharding import dtensor
 from ampopt._step.step_hooks import is_watched
@@ -246,7 +246,7 @@ class RuleStep(StepStrategy):
             decision = check_and_unscale(
                 with_grads,
                 check_request,
-                flag_all_reduce(self.agreement(), check_request, len(with_grads)),
+                decision_all_reduce(self.agreement(), check_request, len(with_grads)),
                 self.decision_device,
                 write=False,
                 uploads=self.uploads,

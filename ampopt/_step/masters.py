@@ -18,7 +18,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale, device_of
-from ampopt._step.rank_agreement import Agreement, flag_all_reduce
+from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
@@ -223,7 +223,7 @@ class Masters(RefersToOptimizer):
         if write:
             self.check_float16(with_grads)  # before masters are made
             with_grads = self.copy_gradients(with_grads)
-        all_reduce = flag_all_reduce(agreement, request, len(with_grads))
+        all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         decision = check_and_unscale(
             with_grads, request, all_reduce, decision_device, write=write, uploads=uploads
         )

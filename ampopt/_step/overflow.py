@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.rank_agreement import FlagAllReduce
+from ampopt._step.rank_agreement import DecisionAllReduce
 from ampopt.backend import backend_for
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def decided_elsewhere(
-    request: Request, all_reduce: FlagAllReduce | None, device: torch.device | None
+    request: Request, all_reduce: DecisionAllReduce | None, device: torch.device | None
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
@@ -33,7 +33,7 @@ def decided_elsewhere(
 
     Args:
         request: the request of the call.
-        all_reduce: what :func:`~ampopt._step.rank_agreement.flag_all_reduce` returned.
+        all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
         device: the device of the decision; ``None`` if there are no parameters.
 
     Returns:
@@ -50,7 +50,7 @@ def decided_elsewhere(
 def check_and_unscale(
     with_grads: Sequence[gradients.ParamWithGrad],
     request: Request,
-    all_reduce: FlagAllReduce | None,
+    all_reduce: DecisionAllReduce | None,
     decision_device: torch.device | None,
     *,
     write: bool,
@@ -61,7 +61,7 @@ def check_and_unscale(
     Args:
         with_grads: the parameters with gradients, of one optimizer or of several.
         request: the scale and what else to check; nothing is stepped.
-        all_reduce: what :func:`~ampopt._step.rank_agreement.flag_all_reduce` returned.
+        all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
         decision_device: the device of the decision if there are no gradients on this rank.
         write: whether to unscale the gradients in place.
         uploads: constants that earlier calls have copied to a device, by device.

@@ -25,7 +25,7 @@ from ampopt._step.overflow import (
 from ampopt._step.param_checks import PlannedParam
 from ampopt._step.param_rows import RuleRows
 from ampopt._step.plan_guards import GradientsNow, GroupGuard, TensorGuard
-from ampopt._step.rank_agreement import Agreement, flag_all_reduce
+from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rule_state import StateCompleter
 from ampopt.backend import backend_for
@@ -198,7 +198,7 @@ class Plan:
         if self._agreement is not None and (request.needs_agreement or self._rule.sums_up):
             extended_request = replace(
                 extended_request,
-                agree=flag_all_reduce(self._agreement, request, len(self._params_now)),
+                agree=decision_all_reduce(self._agreement, request, len(self._params_now)),
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
@@ -225,7 +225,7 @@ class Plan:
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
-        all_reduce = flag_all_reduce(self._agreement, request, 0)
+        all_reduce = decision_all_reduce(self._agreement, request, 0)
         decision = decided_elsewhere(request, all_reduce, self._first_device)
         for sums in (self._lines_of_ranks, self._rank_sums):
             if sums is not None and self._first_device is not None:

@@ -28,7 +28,7 @@ from ampopt.backend import backend_for
 from ampopt_kernels.gradient_reports import RankFlags
 from ampopt_kernels.step_data import Partials, Request
 
-__all__ = ["Agreement", "FlagAllReduce", "flag_all_reduce"]
+__all__ = ["Agreement", "DecisionAllReduce", "decision_all_reduce"]
 
 
 class Agreement:
@@ -209,7 +209,7 @@ class Agreement:
             A tensor of one element, more than 0 if the flag of any rank is.
         """
         tensor = torch.as_tensor(flag, device=device)
-        all_reduce = FlagAllReduce(self, Request(), call=ControlPoint.FLAG)
+        all_reduce = DecisionAllReduce(self, Request(), call=ControlPoint.FLAG)
         return all_reduce(Partials([], None), tensor, device).flags_on(device)
 
     def join_after_raise(self, device: torch.device) -> None:
@@ -328,19 +328,20 @@ class Agreement:
         Raises:
             RuntimeError: the all-reduce failed, for example by the timeout of the process group.
         """
-        try:
-            for group in groups:
-                if torch.distributed.get_world_size(group) == 1:
-                    continue
+        for group in groups:
+            size = torch.distributed.get_world_size(group)
+            if size == 1:
+                continue
+            try:
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the all-reduce of the overflow flag over {len(self._ranks)} ranks has failed: "
-                f"{error}. If it timed out, some rank did not make the same call: every rank has "
-                "to make every call of unscale, unscale_and_step, accumulate "
-                "and a scaler's step, with gradients or without. grads_scaled_by=None without "
-                "max_norm makes no all-reduce, so all ranks have to pass a scale, or none"
-            ) from error
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"an all-reduce over {size} ranks has failed: {error}. If it timed out, some "
+                    "rank did not make the same call: every rank has to make every call of "
+                    "unscale, unscale_and_step, accumulate and a scaler's step, with gradients or "
+                    "without. grads_scaled_by=None without max_norm makes no all-reduce, so all "
+                    "ranks have to pass a scale, or none"
+                ) from error
 
     def _post(self, rows: Tensor) -> None:
         """Add up ``rows`` over the ranks in the background."""
@@ -371,20 +372,20 @@ def _digest(params: Iterable[Any]) -> int:
     return digest(layouts) if layouts else 0
 
 
-def flag_all_reduce(
+def decision_all_reduce(
     agreement: Agreement | None,
     request: Request,
     present: int,
     call: ControlPoint = ControlPoint.CHECK,
-) -> "FlagAllReduce | None":
+) -> "DecisionAllReduce | None":
     """The all-reduce of ``request``; ``None`` on one rank, or if nothing is to be all-reduced."""
     if agreement is None or not request.needs_agreement:
         return None
-    return FlagAllReduce(agreement, request, present, call)
+    return DecisionAllReduce(agreement, request, present, call)
 
 
 @dataclass
-class FlagAllReduce:
+class DecisionAllReduce:
     """The all-reduce of one decision: what :attr:`ampopt_kernels.step_data.Request.agree` calls.
 
     Attributes:

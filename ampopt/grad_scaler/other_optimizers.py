@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients, ranks
 from ampopt._step.overflow import check_and_unscale, device_of
-from ampopt._step.rank_agreement import flag_all_reduce
+from ampopt._step.rank_agreement import decision_all_reduce
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
@@ -106,7 +106,7 @@ def check_gradients(
     groups = optimizer.param_groups
     with_grads = gradients.params_with_grads(groups)
     agreement = ranks.agreement(groups, record.process_group, optimizers=[optimizer])
-    all_reduce = flag_all_reduce(agreement, request, len(with_grads))
+    all_reduce = decision_all_reduce(agreement, request, len(with_grads))
     decision = check_and_unscale(
         with_grads, request, all_reduce, device_of(groups), write=write, uploads={}
     )
