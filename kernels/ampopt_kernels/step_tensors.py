@@ -90,7 +90,7 @@ class ParamRow:
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that ``update`` writes: parameter, states, and copy or low bits."""
         every = (self.param, *self.state, self.copy, self.low)
-        return tuple(t for t in every if t is not None)
+        return tuple([t for t in every if t is not None])
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ class ParamRow:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of the gradient and of the tensors in :attr:`outputs`."""
-        return (self.grad_dtype, *(t.dtype for t in self.outputs))
+        return (self.grad_dtype, *[t.dtype for t in self.outputs])
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ work, 0 for a row that this step leaves unchanged.
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
 from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.native.build import Library
-from ampopt_kernels.native.objects import EMPTY
+from ampopt_kernels.native.objects import EMPTY, addresses
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step_tensors import ParamRow, Work
 
@@ -81,30 +81,32 @@ class KindTable:
         """
         self.kind, self.members = kind, members
         self._library = _library(kind)
-        self._alive: list[Any] = []  # the addresses are of this memory
-        self._table = array("q", chain.from_iterable(self._row(i, rows[i]) for i in members))
-        self._columns = len(self._table) // len(members)
+        columns = list(self._columns([rows[place] for place in members]))
+        self._table = array("q", chain.from_iterable(zip(*columns, strict=True)))
         widths = [kind.width_of(role) for role in ("update", "reduce")]
         self._numbers = array("d", bytes(8 * max(widths) * len(members)))
         self._of_rows = array("q", bytes(8 * len(members)))
         self._rows = self._table.buffer_info()[0], len(members)
         self._results = self._numbers.buffer_info()[0], self._of_rows.buffer_info()[0]
 
-    def _row(self, place: int, row: ParamRow) -> list[int]:
-        """The integers of a row."""
-        tensors = (row.param, *row.state, row.copy, row.low, *row.scales)
-        tensors = [t for t in tensors if t is not None]
-        self._alive += map(Tensor.untyped_storage, tensors)
-        integers = [place, *map(Tensor.data_ptr, tensors)]
-        if row.row_column_means is not None:
-            integers += row.row_column_means.addresses
-        integers += [0 if scalar is None else scalar.data_ptr() for scalar in row.scalars]
-        assert row.param is not None
-        integers += (row.param.numel(), row.variant)
+    def _columns(self, rows: list[ParamRow]) -> Iterator[Sequence[int]]:
+        """The columns of the table of ``rows``, those of the members."""
+        yield self.members
+        for tensors in zip(*(row.outputs for row in rows), strict=True):
+            yield addresses(list(tensors))
+        for scales in zip(*(row.scales for row in rows), strict=True):
+            if scales[0] is not None:
+                yield addresses(list(scales))
+        means = [row.row_column_means for row in rows if row.row_column_means is not None]
+        yield from zip(*(own.addresses for own in means), strict=True)
+        for scalars in zip(*(row.scalars for row in rows), strict=True):
+            yield addresses(list(scalars))
+        yield [row.param.numel() for row in rows if row.param is not None]
+        yield [row.variant for row in rows]
         if self.kind.placed:
-            integers += (row.indices.first, 0 if row.keys is None else row.keys.data_ptr())
-            integers += chain.from_iterable(row.indices.jumps)
-        return integers
+            yield [row.indices.first for row in rows]
+            yield addresses([row.keys for row in rows])
+            yield from zip(*(chain(*row.indices.jumps) for row in rows), strict=True)
 
     def update(
         self, table: "Table", coefficients: tuple[float, float], sums: Any, *, unscales: bool
@@ -210,12 +212,15 @@ class Table:
         Raises:
             Exception: as :class:`KindTable`.
         """
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[Any, list[int]] = {}
         for place, row in enumerate(work.rows):
-            kinds.setdefault(_kind(work, row), []).append(place)
+            kinds.setdefault(row.kind, []).append(place)
         for rows in self.gradients:
             rows.compile()
-        self.kinds = [KindTable(kind, members, work.rows) for kind, members in kinds.items()]
+        self.kinds = [
+            KindTable(_kind(work, work.rows[members[0]]), members, work.rows)
+            for members in kinds.values()
+        ]
 
     def with_elements(self) -> list[int]:
         """The indices of the rows that have a gradient with elements in this step."""
