@@ -8,7 +8,6 @@ and columns, *reduce* for sums over whole parameters. :func:`run` calls the pass
 :class:`Backend` carries them out.
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
 
 _decide = torch_language.bind(decide, torch_language.of_scalars)
 _decide_on_numbers = torch_language.bind(decide, torch_language.on_numbers)
-_filled = functools.partial(torch.full, ())  # of one number: half the time of torch.tensor
 
 
 class Backend(ABC):
@@ -89,9 +87,11 @@ class Backend(ABC):
         A backend that overrides this may advance the scalar states of ``work`` too, if
         ``request.apply``.
         """
-        device, on_host = work.device, self.host_sees
-        read = Tensor.item if on_host else widened
-        make: Any = _filled if on_host else as_tensor
+        device = work.device
+        checks = request.checks(device) if request.causes else []  # of the skip conditions
+        # A window of values is a tensor, and so are then all other numbers.
+        in_numbers = self.host_sees and not any(check.window for check in checks)
+        read: Any = Tensor.item if in_numbers else widened
 
         flag: Any = 0.0
         if request.check and partials is not None:
@@ -102,13 +102,9 @@ class Backend(ABC):
                 flag = read(flags.max())
         external = None if request.found_inf is None else read(request.found_inf)
         scale = None if request.scale is None else read(request.scale)
-        unscales = self.unscales_in_update(request)
-        inverse: Any = 1.0  # if detect has stored the gradients unscaled
-        if request.grad_scale is not None and (unscales or not request.write):
-            inverse = reciprocal(scale)
         growth = budget = None
         if request.counters is not None:
-            read_all = Tensor.tolist if on_host else _unbound  # one copy for both counters
+            read_all = Tensor.tolist if in_numbers else _unbound  # one copy for both counters
             growth, budget = read_all(request.counters)
         norm = wide_norm = None
         if request.max_norm is not None and partials is not None:
@@ -118,11 +114,8 @@ class Backend(ABC):
             wide_norm = read(wide_norm)
         scheduled_by = None if request.scheduled_by is None else read(request.scheduled_by)
         loss = None if request.loss is None else read(request.loss)
-        checks, inputs = [], []  # of the skip conditions
-        if request.causes:
-            checks = request.checks(device)
-            inputs = [_read(check, on_host) for check in checks]
-        decides = _decide if checks or not on_host else _decide_on_numbers
+        decides = _decide_on_numbers if in_numbers else _decide
+        inputs = [_read(check, in_numbers) for check in checks]
         found_inf, skip, clip, cause, scheduled, statistics = decides(
             *(flag, external, scale, growth, budget, request.policy, scheduled_by),
             *(wide_norm, request.max_norm, loss, inputs),
@@ -130,23 +123,25 @@ class Backend(ABC):
         )
         for check, new in zip(checks, statistics, strict=True):
             _write(check, new)
-        if on_host:  # a check with a window is evaluated on tensors
-            found_inf, skip, clip, cause = map(float, (found_inf, skip, clip, cause))
-            scheduled = tuple(map(float, scheduled))
 
+        unscales = self.unscales_in_update(request)
+        inverse: Any = 1.0  # if detect has stored the gradients unscaled
+        if request.grad_scale is not None and (unscales or not request.write):
+            inverse = reciprocal(scale)
+        coefficients: Any = Coefficients(skip, inverse, clip)
+        if self.host_sees:
+            coefficients = Coefficients(*map(float, coefficients))
+        else:
+            coefficients = as_tensor(coefficients, widest(device), device)
         next_scale = counters = None
         if scheduled:
             assert request.scale is not None
-            next_scale = make(scheduled[0], dtype=request.scale.dtype, device=device)
+            next_scale = as_tensor(scheduled[0], request.scale.dtype, device)
             if request.scale.ndim:
                 next_scale = next_scale.reshape(request.scale.shape)
-            make_all = torch.tensor if on_host else as_tensor
-            counters = make_all(scheduled[1:], dtype=torch.int32, device=device)
-        coefficients: Any = Coefficients(skip, inverse, clip)
-        if not on_host:
-            coefficients = as_tensor(coefficients, widest(device), device)
+            counters = as_tensor(scheduled[1:], torch.int32, device)
         return Decision(
-            found_inf=make(found_inf, dtype=torch.float32, device=device),
+            found_inf=as_tensor(found_inf, torch.float32, device),
             coefficients=coefficients,
             norm=norm,
             scale=next_scale,
@@ -155,7 +150,7 @@ class Backend(ABC):
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
             unscales=unscales,
-            cause=make(cause, dtype=widest(device), device=device) if checks else None,
+            cause=as_tensor(cause, widest(device), device) if checks else None,
         )
 
     @abstractmethod
@@ -317,13 +312,13 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(()).to(widest(tensor.device))
 
 
-def _read(check: Check, on_host: bool) -> tuple[Any, ...]:
+def _read(check: Check, in_numbers: bool) -> tuple[Any, ...]:
     """Settings and statistics of ``check``, as :func:`decide` takes them."""
     numbers = check.statistics
     if numbers is None:
         return check.settings, ()
     if len(numbers) == RUNNING:
-        return check.settings, tuple(numbers.tolist() if on_host else numbers.unbind())
+        return check.settings, tuple(numbers.tolist() if in_numbers else numbers.unbind())
     ring = numbers[2:]
     places = torch.arange(len(ring), dtype=ring.dtype, device=ring.device)
     return check.settings, (numbers[0], numbers[1], ring, places)
@@ -346,6 +341,8 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor on ``device`` of numbers or of 0-d tensors that are on it already."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, copy=True)
-    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+    if not isinstance(value, (list, tuple)):
+        return torch.full((), value, dtype=dtype, device=device)  # half the time of torch.tensor
+    if any(isinstance(v, Tensor) for v in value):
         return torch.stack([as_tensor(v, dtype, device) for v in value])
     return torch.tensor(value, dtype=dtype, device=device)
