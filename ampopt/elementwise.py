@@ -88,8 +88,8 @@ class ElementwiseOptimizer(Optimizer):
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
     ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted. If a subclass
-    overrides ``step``, a step is rolled back, or synchronizes: to refuse a step, override
-    :meth:`check_step`.
+    overrides ``step``, a skip needs a rollback or a synchronization: to refuse a step, override
+    :meth:`check_step` instead.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
     :doc:`/guides/precision` and :doc:`/guides/less_memory` (``state_bits``, ``master_bits``).

@@ -30,10 +30,10 @@ _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with 
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` with control points: methods that step under loss scaling.
+    """A ``torch.optim.Optimizer`` with control points: methods that work under loss scaling.
 
-    *Control points* divide the gradients by the loss scale ``S`` and check them for inf and NaN
-    (overflow), and step::
+    *Control points* divide the gradients by the loss scale ``S``, check them for inf and NaN
+    (overflow), or step or skip accordingly::
 
         unscale_and_step(grads_scaled_by=S)   unscale, then step; skip the step after an overflow
         unscale(S)                            unscale and check only, to inspect or clip gradients
@@ -160,9 +160,9 @@ class Optimizer(torch.optim.Optimizer):
             optimizer that skips by itself
             anywhere else                          undefined; use what the control point returned
 
-        Step post-hooks run after skipped steps too, also after plain steps and steps of a scaler.
-        In such a hook, :attr:`grad_norm` is the norm of the step that has just run. Reading the
-        flag does not synchronize.
+        Step post-hooks run after every step: skipped, plain, or of a scaler. In such a hook,
+        :attr:`grad_norm` is the norm of the step that has just run. Reading the flag does not
+        synchronize.
 
         Example:
             >>> skipped = torch.zeros(())

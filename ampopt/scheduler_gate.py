@@ -30,10 +30,10 @@ def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "L
             _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
             gate.step()
 
-    ``gate.step()`` advances the scheduler if at least one step since the call before was not
-    skipped; it may also be called once an epoch. Without any step since then it does nothing. A
-    step hook records every step, whoever makes it: a control point, a ``GradScaler`` of torch or
-    of ampopt, or a plain ``step()``. The optimizer may be of any class, and have several gates.
+    ``gate.step()`` advances the scheduler if at least one step since its last call was applied; it
+    may also be called once an epoch. Without any step since then it does nothing. A step hook
+    records every step, whoever makes it: a control point, a ``GradScaler`` of torch or of ampopt,
+    or a plain ``step()``. The optimizer may be of any class, and have several gates.
 
     **Delay.** On the CPU the gate knows at once whether a step was skipped. On an accelerator the
     host would have to wait for the device to know. So the gate assumes that the step was not

@@ -63,7 +63,8 @@ def unscale_and_step(
         ValueError: ``optimizers`` is empty; an optimizer or a parameter occurs twice; an argument
             is out of range; the process groups differ, or one is without this rank.
 
-    An error changes nothing, except one of a step or hook: optimizers before it have stepped.
+    An error changes nothing, unless a step or a hook raised it: then earlier optimizers have
+    stepped.
     """
     optimizers = _checked_optimizers(optimizers)
     check_max_norm(max_norm)

@@ -31,14 +31,14 @@ PRINTED = {
         "3.06 bytes, and 4 of parameter and gradient",
     ],
     "Checkpoints": ["torch.float32", "torch.int8"],
-    "Adam, numbers of a step": ["tensor(2.)", "[0.5000, 1.5000]"],
-    "LARS, sums over a parameter": [],
-    "Adafactor, rows and columns, and flags": [
+    "Adam: numbers that a step computes once": ["tensor(2.)", "[0.5000, 1.5000]"],
+    "LARS: sums over a parameter": [],
+    "Adafactor: rows and columns, and flags": [
         "[0.8000, 0.8000]",
         "[0.8000, 1.2000]",
         "['square'] torch.Size([2, 1])",
     ],
-    "Langevin dynamics, random numbers": [],
+    "Langevin dynamics: random numbers": [],
     "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
@@ -202,7 +202,7 @@ def optimizer_of(heading, folder, weights, **defaults):
 
 def test_the_rule_of_lars_steps_by_its_ratio_of_norms(tmp_path):
     weights = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    lars = optimizer_of("LARS, sums over a parameter", tmp_path, weights, lr=0.1, momentum=0.9)
+    lars = optimizer_of("LARS: sums over a parameter", tmp_path, weights, lr=0.1, momentum=0.9)
     weights.grad = torch.tensor([0.0, 10.0]) * 1024
     lars.unscale_and_step(grads_scaled_by=1024.0)
     torch.testing.assert_close(weights.data, torch.tensor([3.0, 3.5]))
@@ -211,7 +211,7 @@ def test_the_rule_of_lars_steps_by_its_ratio_of_norms(tmp_path):
 def test_the_rule_of_langevin_dynamics_samples(tmp_path):
     weights = torch.nn.Parameter(torch.zeros(1000))
     options = {"lr": 0.5, "temperature": 1.0, "seed": 0}
-    langevin = optimizer_of("Langevin dynamics, random numbers", tmp_path, weights, **options)
+    langevin = optimizer_of("Langevin dynamics: random numbers", tmp_path, weights, **options)
     for _ in range(20):
         weights.grad = weights.detach().clone()  # of p * p / 2, so that samples are normal
         langevin.unscale_and_step(grads_scaled_by=1.0)

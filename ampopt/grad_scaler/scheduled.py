@@ -61,8 +61,8 @@ class ScheduledScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """The state, which ``torch.amp.GradScaler`` loads too. Synchronizes.
 
-        It has torch's five entries, and ``loss_scale``, which torch ignores, if those do not
-        describe the schedule completely. Empty if disabled. Call it after :meth:`update`.
+        It has torch's five entries and, if these do not describe the whole schedule,
+        ``loss_scale``, which torch ignores. Empty if disabled. Call it after :meth:`update`.
         """
         if not self._enabled:
             return {}

@@ -32,8 +32,8 @@ class FiniteOutput:
         """The module, and how large its output was."""
         limit = torch.finfo(self.dtype).max
         return (
-            f"{_module(self.name, self.kind)}, {_short(self.dtype)}, with a largest magnitude of "
-            f"{self.largest:.4g} of at most {limit:.4g}"
+            f"{_module(self.name, self.kind)}, {_short(self.dtype)}, whose largest magnitude was "
+            f"{self.largest:.4g} (the dtype's limit is {limit:.4g})"
         )
 
 
@@ -129,7 +129,7 @@ class NonFiniteOutput:
         values = (
             "without a finite element"
             if self.largest is None
-            else f"largest finite magnitude {self.largest:.4g} of at most {limit:.4g}"
+            else f"largest finite magnitude {self.largest:.4g} (the dtype's limit is {limit:.4g})"
         )
         before = ""
         if self.last_finite is not None and self.parameter is None:

@@ -29,8 +29,8 @@ class LARS(ElementwiseOptimizer):
         weight_decay: multiplied by the parameter and added to the gradient.
         trust_coefficient: the length of a step, as a share of the parameter's norm.
         nesterov: use Nesterov momentum.
-        adapt: multiply by the ratio of norms. ``False`` in the param group of biases and scales of
-            normalization, with a ``weight_decay`` of 0 there, as the authors do.
+        adapt: multiply by the ratio of norms. The authors set ``False``, and a ``weight_decay`` of
+            0, for biases and the weights of normalization.
         maximize: maximize the objective instead of minimizing it.
         **options: see :class:`ampopt.options.RuleOptions`.
 

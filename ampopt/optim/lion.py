@@ -13,7 +13,7 @@ __all__ = ["Lion"]
 
 
 class Lion(ElementwiseOptimizer):
-    """Lion: each element moves by the learning rate, in the direction of a sign; with weight decay.
+    """Lion: each element moves by plus or minus the learning rate; with decoupled weight decay.
 
     Chen et al., Symbolic Discovery of Optimization Algorithms (2302.06675), algorithm 2. Lion takes
     the same steps as ``lion_pytorch.py`` in google/automl, with the same defaults and states. The
@@ -23,8 +23,8 @@ class Lion(ElementwiseOptimizer):
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: the weight of the momentum in the mean of momentum and gradient whose sign is the
-            direction; and the decay rate of the momentum.
+        betas: ``betas[0]`` weights the momentum against the gradient in their mean, the sign of
+            which is the direction; ``betas[1]`` is the decay rate of the momentum.
         weight_decay: decoupled weight decay, multiplied by ``lr``.
         maximize: maximize the objective instead of minimizing it.
         **options: see :class:`ampopt.options.RuleOptions`.

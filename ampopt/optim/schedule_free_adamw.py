@@ -25,14 +25,15 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         optimizer.train()   the point where gradients are computed; the initial mode; steps need it
         optimizer.eval()    the average: to evaluate the model, and to save it for inference
 
-    The mode is saved in the param groups, so in ``state_dict``. Changing the mode and back rounds
-    the stored parameters; use ``master_weights`` for half-precision parameters.
+    The mode is in the param groups, and so in ``state_dict``. Switching back and forth rounds the
+    stored parameters; use ``master_weights`` for half-precision parameters.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: where between ``z`` (0) and the average (1) gradients are computed, above 0; and the
-            decay rate of the average of squared gradients.
+        betas: the point where gradients are computed, as a share above 0 of the way from the
+            iterate ``z`` (0) to the average (1); and the decay rate of the average of squared
+            gradients.
         eps: added to the denominator.
         weight_decay: weight decay, multiplied by ``lr``, of the point where gradients are computed.
         warmup_steps: number of steps in which the learning rate grows linearly to ``lr``.

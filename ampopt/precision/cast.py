@@ -35,7 +35,7 @@ def cast(
     Parameters and buffers are converted, and forward hooks are installed. The hooks cast the
     floating-point inputs of the model to ``dtype``, and the inputs of each module that has
     parameters of its own to the dtype of these parameters. So a ``forward`` that computes in
-    float32 in between, or passes a module the result of another dtype, needs no cast back.
+    float32 in between, or passes a module a tensor of another dtype, needs no cast back.
     Parameters stay the same objects, with the same state-dict keys and ties; copies, pickles and
     compiled versions of the model behave like it. A second call, with any dtype, replaces the
     first; after a call with float32, only the inputs and results of the model are cast. Does not
@@ -94,9 +94,9 @@ def run_in(module: Any, dtype: Any = None) -> Any:
     """Make one module or function compute in ``dtype``, whatever the dtype of the model around it.
 
     Inputs are cast to ``dtype``, and so are parameters for each forward pass; stored parameters do
-    not change. Autocast is off inside, and the result has ``dtype``. If :func:`cast` keeps a
-    submodule in float32, only its storage stays in float32; but a submodule may have a ``run_in``
-    of its own. A second call replaces the first. Does not synchronize.
+    not change. Autocast is off inside, and the result has ``dtype``. A submodule that :func:`cast`
+    keeps in float32 is stored in float32, but computes in ``dtype``, unless it has a ``run_in`` of
+    its own. A second call replaces the first. Does not synchronize.
 
     Parameters that a forward pre-hook computes are not cast: use
     ``torch.nn.utils.parametrizations.spectral_norm``, not ``torch.nn.utils.spectral_norm``.

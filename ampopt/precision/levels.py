@@ -109,7 +109,8 @@ class Precision:
                 ``"nnabla-half"``. ``ampopt.precision.presets`` lists the source of each, and what
                 it omits.
             overrides: fields to replace, such as ``compute_dtype=torch.bfloat16``. ``allow`` and
-                ``deny`` add to the lists of the policy, and a name in one leaves the other.
+                ``deny`` add to the lists of the policy. A name that is added to one list is
+                removed from the other.
 
         Raises:
             TypeError: an override is not a field, or of the wrong type.

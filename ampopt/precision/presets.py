@@ -17,7 +17,7 @@ too, because its list for CPUs is shorter. The source of each policy, and what i
   and ``custom_black_varnames`` :func:`ampopt.run_in`.
 - ``mindspore-O0``, ``mindspore-O2``, ``mindspore-O3``: MindSpore
   ``python/mindspore/train/amp.py``. It keeps float32 parameters in the cells and casts them where
-  used; here the optimizer keeps them. With a scale of 1, as above.
+  used; here the optimizer keeps them. A scale of 1 skips overflowed updates, as for O0.
 - ``nnabla-half``: NNabla ``type_config="half"``, with the schedule of
   ``python/src/nnabla/experimental/mixed_precision_training.py``. That retries an overflowed update
   on new data, up to 100 times: ``TrainStep(on_overflow="next_batch")``.

@@ -95,16 +95,16 @@ class TrainStep:
                 optimizer with ``**precision.optimizer_options``.
             autocast: without ``precision``, the dtype for ``torch.autocast``: ``torch.float16``
                 (the default, also on the CPU) or ``torch.bfloat16``; ``None`` for no autocast.
-            micro_batches: the number of parts that a batch is divided into and run in, one by one.
+            micro_batches: the number of equal parts of a batch, which run one after the other.
             batches_per_step: the number of batches that a step takes from an iterator; ``None``,
                 the default, if you call the step with a batch.
             reduction: how the losses of micro-batches become the loss of the step: ``"mean"`` or
                 ``"sum"``.
             max_norm: the norm to clip to, see :meth:`ampopt.Optimizer.unscale_and_step`; not
                 together with ``on_gradients``, which may clip by itself.
-            on_gradients: a function of the optimizer, called before each step, even one that will
-                be skipped. The gradients of ``optimizer.master_params()`` are then unscaled, and
-                may be changed in place.
+            on_gradients: a function that takes the optimizer. It is called after unscaling and
+                before each step, even one that will be skipped, and may change the gradients of
+                ``optimizer.master_params()`` in place.
             on_overflow: ``"skip"`` the step; ``"replay"``: run the batch again, under smaller and
                 smaller scales, until its gradients are finite; ``"next_batch"``: take the next
                 batches of the iterator until one does not overflow. The default is ``"skip"``, or
