@@ -243,9 +243,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
-        to_device = state.get("process_group")
-        if isinstance(to_device, ranks.UnpicklableGroup):
-            state = {**state, "process_group": to_device.process_group}
+        group = state.get("process_group")
+        if isinstance(group, ranks.UnpicklableGroup):
+            state = {**state, "process_group": group.process_group}
         super().__setstate__(state)
 
     @uncompiled

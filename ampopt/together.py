@@ -98,8 +98,8 @@ def unscale_and_step(
             with_grads, request, all_reduce, device_of(groups), write=False, uploads=uploads
         )
     next_scale = next_scale_of(scale, decision)
-    to_device = None if has_sums else request.scale  # the scale of the gradients in p.grad
-    step = Request(check=False) if decision is None else _step_after(request, to_device, decision)
+    grad_scale = None if has_sums else request.scale  # the scale of the gradients in p.grad
+    step = Request(check=False) if decision is None else _step_after(request, grad_scale, decision)
     try:
         for optimizer in optimizers:
             ours = optimizer._ampopt

@@ -406,9 +406,9 @@ class GradScaler(scheduled.ScheduledScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support copying and pickling."""
-        to_device = state.get("process_group")
-        if isinstance(to_device, UnpicklableGroup):
-            state = {**state, "process_group": to_device.process_group}
+        group = state.get("process_group")
+        if isinstance(group, UnpicklableGroup):
+            state = {**state, "process_group": group.process_group}
         super().__setstate__(state)
 
     # --- the parts ---------------------------------------------------------------------------
