@@ -88,9 +88,13 @@ class Backend(ABC):
         ``request.apply``.
         """
         device = work.device
-        checks = request.checks(device) if request.causes else []  # of the skip conditions
-        # A window of values is a tensor, and so are then all other numbers.
-        in_numbers = self.host_sees and not any(check.window for check in checks)
+        in_numbers = self.host_sees
+        checks, inputs = [], []  # of the skip conditions
+        if request.causes:
+            checks = request.checks(device)
+            # A window of values is a tensor, and so are then all other numbers.
+            in_numbers = in_numbers and not any(check.window for check in checks)
+            inputs = [_read(check, in_numbers) for check in checks]
         read: Any = Tensor.item if in_numbers else widened
 
         flag: Any = 0.0
@@ -115,7 +119,6 @@ class Backend(ABC):
         scheduled_by = None if request.scheduled_by is None else read(request.scheduled_by)
         loss = None if request.loss is None else read(request.loss)
         decides = _decide_on_numbers if in_numbers else _decide
-        inputs = [_read(check, in_numbers) for check in checks]
         found_inf, skip, clip, cause, scheduled, statistics = decides(
             *(flag, external, scale, growth, budget, request.policy, scheduled_by),
             *(wide_norm, request.max_norm, loss, inputs),
@@ -207,7 +210,7 @@ def run(
         first_request, partials = _detected(backends, works, request, first_request)
     decision = backends[0].control(works[0], first_request, partials)
     if request.apply:
-        decisions = [decision, *(_on_device(decision, work.device) for work in works[1:])]
+        decisions = [decision] + [_on_device(decision, work.device) for work in works[1:]]
         rule = works[0].rule
         if rule is not None and rule.averages is not None:
             decisions = _with_lines(backends, works, decisions, request)
@@ -235,7 +238,7 @@ def _detected(
         ``first_request``, which is ``request`` on the first device, with what the ranks have agreed
         on; and the partials on that device.
     """
-    requests = [first_request, *(_on(work.device, request) for work in works[1:])]
+    requests = [first_request] + [_on(work.device, request) for work in works[1:]]
     each = list(zip(backends, works, requests, strict=True))
     if request.write or request.accumulate or request.causes:
         for backend, work, on_device in each:
@@ -343,6 +346,6 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return value.to(dtype=dtype, copy=True)
     if not isinstance(value, (list, tuple)):
         return torch.full((), value, dtype=dtype, device=device)  # half the time of torch.tensor
-    if any(isinstance(v, Tensor) for v in value):
+    if any(map(torch.is_tensor, value)):
         return torch.stack([as_tensor(v, dtype, device) for v in value])
     return torch.tensor(value, dtype=dtype, device=device)
