@@ -491,7 +491,7 @@ class Optimizer(torch.optim.Optimizer):
 
         For code that changes parameters between steps: write to the second tensor of a pair, and if
         it is a master, copy it to the first. A change of the parameter alone is overwritten by the
-        next step.
+        next step, except with ``master_bits=24``.
 
         Args:
             group: a param group, to get only its parameters.

@@ -27,8 +27,8 @@ def next_scale(a: Any, *more: Any) -> Any:
 
     Returns:
         A new scale with the smallest value and its counters, on the device of the first scale that
-        is on one. If values are equal, it has the smaller counters. ``None`` if all are ``None``.
-        Of static scales, the smallest object itself.
+        has one. If values are equal, it has the smaller counters. ``None`` if all are ``None``. For
+        static scales, the smallest one itself, not a copy.
 
     Raises:
         TypeError: the scales are of different kinds, or an argument is not a scale.

@@ -35,9 +35,9 @@ class NovoGrad(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: the squared norm is float64, and named ``exp_avg_sq``, the average
-    ``exp_avg``; no decoupled decay; updates of float16 and bfloat16 parameters are computed in
-    float32 and rounded once.
+    Differs from the original: the states are named ``exp_avg_sq`` (of the squared norm, float64)
+    and ``exp_avg``; there is no decoupled weight decay; updates of float16 and bfloat16 parameters
+    are computed in float32 and rounded once.
     """
 
     rule = rules.novograd
