@@ -157,8 +157,8 @@ class Checks(RefersToOptimizer):
                 check_for_fused(param)
             if is_complete(param, state, variant):
                 planned.append(PlannedParam(one, variant, state))
-                written.append((owner.name, None, param))
-                written += [(owner.name, key, state[key]) for key in variant.keys]
+                keys = variant.keys
+                written.append((owner.name, keys, [param, *map(state.__getitem__, keys)]))
             else:
                 planned.append(PlannedParam(one, variant, None))
                 declared = DeclaredStates.of(rule, group, param)
@@ -166,7 +166,7 @@ class Checks(RefersToOptimizer):
         written += check_states(params_to_check)
         stepped_ids = {id(one.tensor) for one in stepped_params}
         others: WrittenTensors = [
-            (gradients.name_at(group, index, position), None, param)
+            (gradients.name_at(group, index, position), (), [param])
             for index, group in enumerate(groups)
             for position, param in enumerate(group["params"])
             if id(param) not in stepped_ids and param.layout == torch.strided

@@ -9,6 +9,7 @@ import bisect
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,10 @@ class CheckedParam(NamedTuple):
     declared: DeclaredStates
 
 
-WrittenTensors = list[tuple[str, str | None, Tensor]]
-"""Tensors that a step writes: parameter, state (``None`` for the parameter itself), tensor."""
+WrittenTensors = list[tuple[str, Sequence[str], list[Tensor]]]
+"""Tensors that a step writes, of each parameter: its name, names of states, and the tensors, first
+the parameter and then these states.
+"""
 
 _MemoryRange = tuple[int, int, str, str | None, Tensor]
 """A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
@@ -93,54 +96,51 @@ def check_states(params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
             if state.get(part.name) is not None and small_states.has_codes(state, part):
                 keys.append(small_states.scale_key(part.name))
         keys += (KEYS, *(part.name for part in declared.scalars))
-        written.append((name, None, declared.param))
-        states = ((key, state.get(key)) for key in keys)
-        written += ((name, key, value) for key, value in states if isinstance(value, Tensor))
+        keys = [key for key in keys if isinstance(state.get(key), Tensor)]
+        written.append((name, keys, [declared.param, *map(state.get, keys)]))
     return written
 
 
-def check_memory(
-    written: WrittenTensors, others: Sequence[tuple[str, str | None, Tensor]] = ()
-) -> None:
+def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) -> None:
     """Raise for tensors without memory, and for states that share memory with another tensor.
 
     Two parameters may share memory: users tie them on purpose.
 
     Args:
         written: the tensors that a step writes.
-        others: further tensors, with which none of ``written`` that is a state may share memory.
+        others: further parameters, with which none of ``written`` that is a state may share memory.
 
     Raises:
         RuntimeError: the storage of a tensor was freed, or has less memory than its elements take.
         ValueError: a state shares memory with another tensor.
     """
     # No Python runs for each of thousands of tensors, if all are as they should be.
-    everything = [*written, *others]
-    own = dtensor.local_of_each(list(map(_tensor_of, everything)))
+    everything = [*written, *(others or ())]
+    own = dtensor.local_of_each(list(chain.from_iterable(map(_tensors_of, everything))))
+    n_written = len(own) - len(everything) + len(written)
     devices = list(map(_device_of, own))
     for device in set(devices):
         if device.type not in _WITH_ADDRESSES:
             continue
-        on_device = range(len(own))
-        if devices.count(device) < len(own):
-            on_device = [i for i in on_device if devices[i] == device]
-        tensors = [own[i] for i in on_device]
-        stepped = tensors[: bisect.bisect_left(on_device, len(written))]
+        on_device = list(compress(count(), map(device.__eq__, devices)))
+        tensors = list(map(own.__getitem__, on_device))
+        stepped = tensors[: bisect.bisect_left(on_device, n_written)]
         if not all_have_memory(stepped):
             place = next(i for i in on_device if not all_have_memory([own[i]]))
-            name, state, _ = everything[place]
+            name, state = _names_of(everything)[place]
             raise RuntimeError(
                 f"the memory of {name if state is None else _state_name(state, name)} was freed "
                 "(by untyped_storage().resize_()), so that no step can use it: restore its storage "
                 "before the step"
             )
         if may_overlap(tensors):
-            _raise_for_overlap(
-                [
-                    (*address_range(own[i]), everything[i][0], everything[i][1], own[i])
-                    for i in on_device
-                ]
-            )
+            names = _names_of(everything)
+            _raise_for_overlap([(*address_range(own[i]), *names[i], own[i]) for i in on_device])
+
+
+def _names_of(written: WrittenTensors) -> list[tuple[str, str | None]]:
+    """For each tensor of ``written`` its parameter, and its state or ``None``."""
+    return [(name, key) for name, keys, _ in written for key in (None, *keys)]
 
 
 def _check_state(one: CheckedParam) -> None:
@@ -275,7 +275,7 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 # --- memory that two tensors share ----------------------------------------------------------------
 
 
-_start_of, _tensor_of = operator.itemgetter(0), operator.itemgetter(2)
+_start_of, _tensors_of = operator.itemgetter(0), operator.itemgetter(2)
 _device_of = operator.attrgetter("device")
 
 

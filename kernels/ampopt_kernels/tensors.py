@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from itertools import accumulate, compress
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -127,10 +127,10 @@ def may_overlap(tensors: list[Tensor]) -> bool:
     starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors))
     if not all(map(Tensor.is_contiguous, tensors)):
         sizes = [end - start for start, end in map(address_range, tensors)]
-    ranges = zip(starts, map(operator.add, starts, sizes), strict=True)
-    ranges = sorted(compress(ranges, sizes))  # those that are not empty
-    reach = accumulate((end for _, end in ranges), max)
-    return any(map(operator.lt, (start for start, _ in ranges[1:]), reach))
+    ends = sorted(compress(map(operator.add, starts, sizes), sizes))  # of ranges with elements
+    starts = sorted(compress(starts, sizes))
+    # Else as many ranges end before each start as begin before it, so none goes on.
+    return any(map(operator.gt, ends, starts[1:]))
 
 
 def sharing_memory(tensors: list[Tensor]) -> set[int]:
