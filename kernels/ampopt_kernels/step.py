@@ -176,7 +176,7 @@ class Backend(ABC):
         """Apply the rule to every row, or change nothing if the decision is to skip.
 
         Stores the gradients unscaled, also if it skips, if ``decision.unscales``.
-        Advances the scalar states first, unless control did: then ``decision.h`` is set.
+        Advances the scalar states first, unless the backend's control has (``decision.h``).
         """
 
 
