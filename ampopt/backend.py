@@ -96,27 +96,24 @@ def backend_for(device: torch.device) -> Backend:
         RuntimeError: the chosen backend cannot run on ``device``.
     """
     name = get_backend()
-    if _looks_away and device.type == "cpu" and name != "triton":
-        return Eager()
+    if device.type == "cpu" and name != "triton":
+        return Eager() if _looks_away else _cpu_backend(name)
     if name == "auto":
-        if device.type == "cpu":
-            return _cpu_backend(name)
         name = "triton" if HAS_TRITON and device.type in ACCELERATORS else "eager"
-    if name == "compiled" and device.type != "cpu":
+    if name == "compiled":
         raise RuntimeError(
             f"the compiled backend cannot run on {device}: it compiles for the CPU; choose "
             "set_backend('auto')"
         )
-    if name == "triton" and device.type not in ACCELERATORS:
-        if device.type != "cpu" or not INTERPRETED:
-            raise RuntimeError(
-                f"the triton backend cannot run on {device}: Triton compiles for "
-                f"{', '.join(ACCELERATORS)}, and CPU tensors need its interpreter. Set "
-                f"TRITON_INTERPRET=1 before importing ampopt, or choose set_backend('auto')"
-            )
-    if name == "triton":
-        return _triton_backend()
-    return _cpu_backend(name) if device.type == "cpu" else Eager()
+    if name == "eager":
+        return Eager()
+    if device.type not in ACCELERATORS and (device.type != "cpu" or not INTERPRETED):
+        raise RuntimeError(
+            f"the triton backend cannot run on {device}: Triton compiles for "
+            f"{', '.join(ACCELERATORS)}, and CPU tensors need its interpreter. Set "
+            f"TRITON_INTERPRET=1 before importing ampopt, or choose set_backend('auto')"
+        )
+    return _triton_backend()
 
 
 def lacking(name: str) -> str | None:

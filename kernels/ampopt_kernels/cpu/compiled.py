@@ -7,6 +7,7 @@ threads. The host reads a CPU tensor without a synchronization, so a skipped ste
 import functools
 import math
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -51,7 +52,7 @@ class Compiled(Backend):
         """
         objects.loops.want()
         self._falls_back = falls_back
-        self._try(GradientRows(torch.float32, torch.float32).compile)
+        self._try(GradientRows(torch.float32, torch.float32, array("q")).compile)
 
     def unscales_in_update(self, request: Request) -> bool:
         """See :meth:`Backend.unscales_in_update`. This reads and writes gradients once less."""

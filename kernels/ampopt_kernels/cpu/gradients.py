@@ -8,7 +8,6 @@ import ctypes
 import functools
 from array import array
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,19 +50,16 @@ class GradientRows:
     each row of the work. The entries of other rows stay as they are.
     """
 
-    def __init__(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-        """Start without rows.
+    def __init__(self, dtype: torch.dtype, compute_dtype: torch.dtype, rows: array) -> None:
+        """Store the rows.
 
         Args:
             dtype: dtype of the gradients: one of :data:`DTYPES`.
             compute_dtype: the arithmetic dtype, in which they are unscaled.
+            rows: for each row its index in the work and its number of elements: int64.
         """
-        self._dtypes = dtype, compute_dtype
-        self._rows = array("q")
-
-    def append(self, place: int, numel: int) -> None:
-        """Add the row of index ``place``, which has ``numel`` elements."""
-        self._rows.extend((place, numel))
+        self._dtypes, self._rows = (dtype, compute_dtype), rows
+        self._at = rows.buffer_info()[0], len(rows) // 2
 
     def compile(self) -> None:
         """Wait for the compiler, if the test for inf/NaN has not been compiled on this machine."""
@@ -83,12 +79,12 @@ class GradientRows:
             bound = _bounds(*self._dtypes, inverse)[2]
         own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
         below = _functions(self._dtypes[0], _TESTS).all_below
-        return bool(below(*self._arguments(grads), bound, own))
+        return bool(below(grads, *self._at, torch.get_num_threads(), bound, own))
 
     def add_squares(self, grads: int, sums: Tensor) -> None:
         """Add the sum of squares of each gradient to ``sums``, float64."""
         add = _functions(self._dtypes[0], _SQUARES).sums_of_squares
-        add(*self._arguments(grads), sums.data_ptr())
+        add(grads, *self._at, torch.get_num_threads(), sums.data_ptr())
 
     def measure(self, grads: int, inverse: float, flags: bytearray, measures: Tensor) -> None:
         """Write :attr:`GradientReport.measures`, transposed; the squares are of scaled gradients.
@@ -105,12 +101,7 @@ class GradientRows:
         own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
         measure = _functions(self._dtypes[0], _MEASURES).measure
         to = bounds.buffer_info()[0], inverse, own, measures.data_ptr()
-        measure(*self._arguments(grads), *to)
-
-    def _arguments(self, grads: int) -> tuple[Any, ...]:
-        """The first arguments of each C++ function."""
-        rows = self._rows
-        return grads, rows.buffer_info()[0], len(rows) // 2, torch.get_num_threads()
+        measure(grads, *self._at, torch.get_num_threads(), *to)
 
 
 @functools.lru_cache(maxsize=64)  # a scale is used for many steps
