@@ -29,13 +29,11 @@ class HandwrittenStep(StepStrategy):
     A :class:`~ampopt._step.by_rule.RuleStep` does both in one pass.
 
     Attributes:
-        _decision: the decision of a control point, while its step and hooks run; else ``None``.
-        _around: the decision of a scaler's step, or of a closure, until the post-hooks run.
-        _decision_of_step: what :attr:`decision_of_step` returns to post-hooks: ``_decision``, else
-            ``_around``. ``None`` while the step itself runs: fused optimizers of torch skip if they
-            find ``found_inf``, and must not find ours.
-        _follows_nothing: whether a plain ``step()`` runs that was told of no scale, for
-            :meth:`step_is_over` to warn of.
+        _runs_step: whether :meth:`attempt` is running the step.
+        _decision: the decision that the running step follows; ``None`` if there is none.
+        _decision_of_step: ``_decision`` once the step is over, for post-hooks. ``None`` while the
+            step runs: fused optimizers of torch skip if they find ``found_inf``, and must not find
+            ours.
     """
 
     def __init__(
@@ -68,10 +66,9 @@ class HandwrittenStep(StepStrategy):
         )
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
+        self._runs_step = False
         self._decision: Decision | None = None
-        self._around: Decision | None = None
         self._decision_of_step: Decision | None = None
-        self._follows_nothing = False
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
@@ -101,16 +98,16 @@ class HandwrittenStep(StepStrategy):
         """
         self.check_step()
         decision = self.unscale(request)
-        self._decision = decision or request.earlier_decision
-        self._decision_of_step = None
+        followed = decision or request.earlier_decision
+        self._decision, self._decision_of_step, self._runs_step = followed, None, True
         try:
             if step is None:
                 return self._step_and_hooks(decision)
             outcome = self._step_in_hooks(step, decision)
-            self._around = outcome.decision
-            return outcome
         finally:
-            self._decision = None
+            self._decision, self._runs_step = None, False
+        self._decision = followed  # the post-hooks run after this call
+        return outcome
 
     def plain_request(self, *, has_closure: bool) -> Request | None:
         """The request that a plain ``step()`` follows: that of a pending unscale, or of the sums.
@@ -121,17 +118,15 @@ class HandwrittenStep(StepStrategy):
             RuntimeError: an unscale is pending, or sums wait, and the step has a closure, which
                 would compute other gradients than those that were checked.
         """
-        if self._decision is not None:
+        if self._runs_step:
             return None
         if self.accumulation.cycle is not None:
             self.end_cycle_in_plain_step(has_closure=has_closure)
         if has_closure:
             self.phase.refuse_pending("step(closure)")
-        pending = self.phase.pending
-        request = None if pending is None else pending.request
-        self._follows_nothing = request is None
         self._decision_of_step = None
-        return request
+        pending = self.phase.pending
+        return None if pending is None else pending.request
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients are unscaled in place."""
@@ -141,8 +136,8 @@ class HandwrittenStep(StepStrategy):
                 "evaluated the closure, as skip_when needs: step without a closure, with "
                 "unscale_and_step(grads_scaled_by=scale, loss=loss)"
             )
-        self._around = self.unscale(request)
-        return self._around
+        self._decision = self.unscale(request)
+        return self._decision
 
     @contextmanager
     def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
@@ -155,7 +150,7 @@ class HandwrittenStep(StepStrategy):
                 snapshot.restore()
                 raise
             finally:
-                self._around = None
+                self._decision = None
 
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
@@ -183,12 +178,12 @@ class HandwrittenStep(StepStrategy):
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""
         self.phase.end()
-        if self._follows_nothing:
+        if self._decision is None:
             # Not before the step: that of a wrapper calls a control point of the inner optimizer.
-            self._follows_nothing = False
             self.untold_scale.warn()
-        self._decision_of_step = self._around if self._decision is None else self._decision
-        self._around = None
+        self._decision_of_step = self._decision
+        if not self._runs_step:  # else it may be a ``super().step()`` that is over
+            self._decision = None
 
     # --- calling the step -------------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ def test_a_post_hook_has_the_flag_of_its_step(cls, how):
     if how == "torch's scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # pyright: ignore
 
-    for overflows in (False, True, False):  # none of the flag of the step before
+    for overflows in (False, True, False, True):  # none has the flag of the step before
         param.grad = torch.tensor([1.0, INF if overflows else 2.0, 4.0])
         if how == "joined":
             optimizer.unscale_and_step(grads_scaled_by=4.0)
