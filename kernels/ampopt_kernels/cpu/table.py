@@ -173,7 +173,7 @@ class Table:
     def __init__(self, work: Work) -> None:
         """Take the rows of ``work``, which may have no parameters."""
         self.kinds: list[KindTable] | None = None
-        by_dtype: dict[Any, array] = {}
+        by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
         for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             tensor = grad if row.param is None else row.param
             if tensor is None:  # an absent gradient, of a row that has nothing else
@@ -181,8 +181,8 @@ class Table:
             if not (numel := tensor.numel()):
                 continue
             dtypes = row.grad_dtype, row.compute_dtype
-            by_dtype.setdefault(dtypes, array("q")).extend((place, numel))
-        self.gradients = [GradientRows(*dtypes, rows) for dtypes, rows in by_dtype.items()]
+            by_dtypes.setdefault(dtypes, array("q")).extend((place, numel))
+        self.gradients = [GradientRows(own, to, rows) for (own, to), rows in by_dtypes.items()]
         counts = [row.in_norm for row in work.rows]
         self._counts = None if all(counts) else torch.tensor(counts, device="cpu")
         self._grads_version = -1
