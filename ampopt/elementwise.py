@@ -14,7 +14,7 @@ from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.hyperparameters import check_like
 from ampopt._step.loading import check_loaded, convert_loaded
-from ampopt._step.param_checks import check_options, check_rule
+from ampopt._step.param_checks import check_rule
 from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -27,10 +27,10 @@ from ampopt.options import (
     DEFAULTS,
     GROUP_OPTIONS,
     MASTER_BITS,
-    PARAM_ROUNDING,
-    STATE_BITS,
-    has_masters,
+    MASTER_WEIGHTS,
+    check_options,
     needs_master,
+    show_in_signature,
 )
 from ampopt.results import Unscaled
 from ampopt_kernels.low_bits import LOW_BITS
@@ -107,29 +107,14 @@ class ElementwiseOptimizer(Optimizer):
         torch_scaler.SupportsAmpScaling()
     )  # `step` below uses the flag of a scaler
 
-    def __init__(
-        self,
-        *args: Any,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        state_bits: int = 32,
-        master_bits: int = 32,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the optimizer. For its other arguments, see the class.
 
         Args:
             *args: the positional arguments of the optimizer, such as ``params``. An author's
                 constructor passes ``params`` and ``defaults``.
-            master_weights: whether to keep a float32 master of each float16 and bfloat16 parameter.
-                Also an option of a param group.
-            param_rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without
-                masters. Also an option of a param group.
-            state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits. Also an
-                option of a param group.
-            master_bits: 32, or 24 to keep 8 bits beside each large parameter that has a master, in
-                place of a float32 copy. Also an option of a param group.
-            **kwargs: the keyword arguments of the optimizer, such as ``process_group``.
+            **kwargs: the keyword arguments of the optimizer, with those of
+                :class:`ampopt.options.RuleOptions`.
 
         Raises:
             TypeError: ``master_weights`` is not a bool; or an author's class has no ``rule``.
@@ -138,12 +123,7 @@ class ElementwiseOptimizer(Optimizer):
                 ``master_weights``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)
-        options: dict[str, Any] = {
-            "master_weights": master_weights,
-            PARAM_ROUNDING: param_rounding,
-            STATE_BITS: state_bits,
-            MASTER_BITS: master_bits,
-        }
+        options = {name: kwargs.pop(name) for name in GROUP_OPTIONS if name in kwargs}
         check_options(options)
         _check_arguments(self, args, kwargs)
         super().__init__(*args, **kwargs)
@@ -153,14 +133,14 @@ class ElementwiseOptimizer(Optimizer):
             self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
                 group.update({**options, **group})
-        for usage, is_set in GROUP_OPTIONS.values():
-            if self.defaults.get("differentiable") and any(map(is_set, self.param_groups)):
+        for option in GROUP_OPTIONS.values():
+            if self.defaults.get("differentiable") and any(map(option.is_set, self.param_groups)):
                 raise ValueError(
-                    f"{usage} cannot be combined with differentiable=True, which takes torch's own "
-                    "step: leave one of them out"
+                    f"{option.usage} cannot be combined with differentiable=True, which takes "
+                    "torch's own step: leave one of them out"
                 )
-        of_24_bits = [group for group in self.param_groups if group.get(MASTER_BITS, 32) != 32]
-        if of_24_bits and not any(map(has_masters, of_24_bits)):
+        of_24_bits = list(filter(MASTER_BITS.is_set, self.param_groups))
+        if of_24_bits and not any(map(MASTER_WEIGHTS.of, of_24_bits)):
             raise ValueError(
                 "master_bits=24 is how many bits a master weight has: pass master_weights=True too"
             )
@@ -387,6 +367,8 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
         return master.is_meta or not master.any()
     return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
 
+
+show_in_signature(ElementwiseOptimizer.__init__, GROUP_OPTIONS)
 
 # torch.amp.GradScaler asks for the signature of ``step`` in each step; torch's hooks copy this.
 vars(ElementwiseOptimizer.step)["__signature__"] = inspect.signature(ElementwiseOptimizer.step)

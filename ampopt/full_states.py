@@ -63,8 +63,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             full[MASTER] = full_master(params[key], master)
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
-        group.pop(STATE_BITS, None)
-        group.pop(MASTER_BITS, None)
+        group.pop(STATE_BITS.name, None)
+        group.pop(MASTER_BITS.name, None)
     return {**state_dict, "state": states, "param_groups": groups}
 
 

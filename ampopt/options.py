@@ -1,15 +1,18 @@
-"""The options that all optimizers share: their types, defaults and descriptions, in one place.
+"""The options that all optimizers share: names, defaults, allowed values and descriptions.
 
 A constructor takes them as ``**options: Unpack[RuleOptions]``, which type checkers read, and its
 docstring has one line for all of them. When the class is made, :func:`show_options` puts each
 option into the signature and the docstring, where ``help()`` and ``inspect.signature`` find it.
+
+A further option of param groups is an entry of :data:`GROUP_OPTIONS` and a line of
+:class:`RuleOptions`.
 """
 
 import functools
 import inspect
 import textwrap
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -17,29 +20,19 @@ __all__ = [
     "DEFAULTS",
     "GROUP_OPTIONS",
     "MASTER_BITS",
+    "MASTER_WEIGHTS",
     "PARAM_ROUNDING",
     "STATE_BITS",
+    "Option",
     "OptimizerOptions",
     "RuleOptions",
-    "check_master_bits",
-    "check_rounding",
-    "check_state_bits",
-    "has_masters",
-    "is_stochastic",
-    "master_bits",
+    "check_options",
     "needs_master",
     "rounds_stochastically",
+    "show_in_signature",
     "show_options",
     "show_torch_signature",
-    "state_bits",
 ]
-
-PARAM_ROUNDING = "param_rounding"
-"""The key of this option in a param group."""
-STATE_BITS = "state_bits"
-"""The key of this option in a param group."""
-MASTER_BITS = "master_bits"
-"""The key of this option in a param group."""
 
 
 class OptimizerOptions(TypedDict, total=False):
@@ -65,37 +58,101 @@ class RuleOptions(OptimizerOptions, total=False):
     master_bits: int
 
 
-DEFAULTS = {
-    "master_weights": False,
-    "param_rounding": "nearest",
-    "state_bits": 32,
-    "master_bits": 32,
-    "process_group": None,
-}
-"""The default of each option. Param groups need not have an option of this value."""
+class Option(NamedTuple):
+    """An option that torch's optimizers lack.
 
-_DESCRIPTIONS = {
-    "master_weights": """\
+    Attributes:
+        name: the keyword argument of the constructor, and the key in a param group.
+        default: the default. A param group need not have an option of this value.
+        description: the lines of docstrings that describe it.
+        allowed: the allowed values.
+        usage: how users set another value than the default, for messages.
+    """
+
+    name: str
+    default: Any
+    description: str
+    allowed: tuple[Any, ...] = ()
+    usage: str = ""
+
+    def of(self, group: Mapping[str, Any]) -> Any:
+        """The value in a param group."""
+        return group.get(self.name, self.default)
+
+    def is_set(self, group: Mapping[str, Any]) -> bool:
+        """Whether a param group has another value than the default."""
+        return self.of(group) != self.default
+
+    def check(self, value: Any) -> None:
+        """Raise unless ``value`` is one of :attr:`allowed`.
+
+        Raises:
+            TypeError: ``value`` is not a bool, for an option that is.
+            ValueError: ``value`` is not allowed, for any other option.
+        """
+        if not isinstance(value, type(self.default)) or value not in self.allowed:
+            *others, last = map(repr, self.allowed)
+            error = TypeError if isinstance(self.default, bool) else ValueError
+            raise error(f"{self.name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+MASTER_WEIGHTS = Option(
+    "master_weights",
+    False,
+    """\
         master_weights: keep a float32 copy of each float16 and bfloat16 parameter, and update that
             copy: :doc:`/guides/precision`. Param groups take this option and the next three, too.
 """,
-    "param_rounding": """\
+    allowed=(True, False),
+    usage="master_weights=True",
+)
+PARAM_ROUNDING = Option(
+    "param_rounding",
+    "nearest",
+    """\
         param_rounding: ``"nearest"``, or ``"stochastic"`` to round bfloat16 parameters without
             master weights, and their states, up or down at random.
 """,
-    "state_bits": """\
+    allowed=("nearest", "stochastic"),
+    usage="param_rounding='stochastic'",
+)
+STATE_BITS = Option(
+    "state_bits",
+    32,
+    """\
         state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits:
             :doc:`/guides/less_memory`.
 """,
-    "master_bits": """\
+    allowed=(8, 16, 32),
+    usage="state_bits below 32",
+)
+MASTER_BITS = Option(
+    "master_bits",
+    32,
+    """\
         master_bits: 32, or 24 to store each large master weight as its parameter and 8 bits more,
             in place of a float32 copy.
 """,
-    "process_group": """\
+    allowed=(24, 32),
+    usage="master_bits=24",
+)
+_PROCESS_GROUP = Option(
+    "process_group",
+    None,
+    """\
         process_group: the ranks over which overflow and gradient norm are all-reduced; see
             :class:`ampopt.Optimizer`.
 """,
-}
+)
+
+GROUP_OPTIONS = {o.name: o for o in (MASTER_WEIGHTS, PARAM_ROUNDING, STATE_BITS, MASTER_BITS)}
+"""The options that a param group may have. A plan of steps depends on all of them."""
+
+_OPTIONS = {**GROUP_OPTIONS, _PROCESS_GROUP.name: _PROCESS_GROUP}
+"""All options, in the order of signatures and docstrings."""
+
+DEFAULTS = {name: option.default for name, option in _OPTIONS.items()}
+"""The default of each option."""
 
 _LINES = {
     "        **options: see :class:`ampopt.options.RuleOptions`.\n": RuleOptions,
@@ -115,27 +172,31 @@ def show_options(cls: type[Any]) -> None:
         docstring = inspect.cleandoc(cls.__doc__ or "") + "\n"
         line = "    " + line.lstrip()
         if line in docstring:
-            # In the order of the table, which is that of the signatures too.
-            names = [name for name in DEFAULTS if name in options_class.__annotations__]
-            descriptions = "".join(_DESCRIPTIONS[name] for name in names)
+            names = [name for name in _OPTIONS if name in options_class.__annotations__]
+            descriptions = "".join(_OPTIONS[name].description for name in names)
             descriptions = textwrap.indent(textwrap.dedent(descriptions), "    ")
             cls.__doc__ = docstring.replace(line, descriptions)
             if "__init__" in vars(cls):
-                _show_in_signature(cls.__init__, names)
+                show_in_signature(cls.__init__, names)
 
 
 show_options(OptimizerOptions)
 show_options(RuleOptions)
 
 
-def _show_in_signature(init: Any, names: list[str]) -> None:
-    """Put the options ``names`` in the place of ``**options`` in the signature of ``init``."""
+def show_in_signature(init: Any, names: Iterable[str]) -> None:
+    """Put the options ``names`` in the place of ``**options`` in the signature of ``init``.
+
+    ``**kwargs``, by which ``init`` takes other arguments too, follows them.
+    """
     signature = inspect.signature(init)
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        options = [inspect.Parameter(name, keyword, default=DEFAULTS[name]) for name in names]
-        init.__signature__ = signature.replace(parameters=[*own, *options])
+        shown = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        types = RuleOptions.__annotations__
+        options = [shown(n, default=DEFAULTS[n], annotation=types[n]) for n in names]
+        others = [last] if last.name == "kwargs" else []
+        init.__signature__ = signature.replace(parameters=[*own, *options, *others])
 
 
 def show_torch_signature(cls: type[Any], root: type[Any]) -> None:
@@ -168,73 +229,26 @@ _FORWARDS = (["self"], "args", "kwargs")
 """The arguments of a constructor that forwards everything."""
 
 
-def check_rounding(rounding: Any) -> None:
-    """Raise unless ``rounding`` is a value of ``param_rounding``.
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise for invalid options of a param group.
 
     Raises:
-        ValueError: ``rounding`` is neither ``"nearest"`` nor ``"stochastic"``.
+        TypeError: ``master_weights`` is not a bool.
+        ValueError: another option has a value that is not allowed.
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"param_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-
-
-def check_state_bits(bits: Any) -> None:
-    """Raise unless ``bits`` is a value of ``state_bits``.
-
-    Raises:
-        ValueError: ``bits`` is not 8, 16 or 32.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (8, 16, 32):
-        raise ValueError(f"state_bits must be 8, 16 or 32, got {bits!r}")
-
-
-def check_master_bits(bits: Any) -> None:
-    """Raise unless ``bits`` is a value of ``master_bits``.
-
-    Raises:
-        ValueError: ``bits`` is not 24 or 32.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (24, 32):
-        raise ValueError(f"master_bits must be 24 or 32, got {bits!r}")
-
-
-def has_masters(group: Mapping[str, Any]) -> bool:
-    """Whether the option ``master_weights`` of ``group`` is set."""
-    return group.get("master_weights", False)
-
-
-def master_bits(group: Mapping[str, Any]) -> int:
-    """The option ``master_bits`` of ``group``."""
-    return group.get(MASTER_BITS, 32)
-
-
-def state_bits(group: Mapping[str, Any]) -> int:
-    """The option ``state_bits`` of ``group``."""
-    return group.get(STATE_BITS, 32)
-
-
-def is_stochastic(group: Mapping[str, Any]) -> bool:
-    """Whether ``group`` rounds bfloat16 parameters without master weights stochastically."""
-    return group.get(PARAM_ROUNDING, "nearest") == "stochastic"
+    for option in GROUP_OPTIONS.values():
+        option.check(option.of(group))
 
 
 def needs_master(group: Mapping[str, Any], param: torch.Tensor) -> bool:
     """Whether ``param`` of ``group`` has a master."""
-    return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
+    return param.dtype in (torch.float16, torch.bfloat16) and MASTER_WEIGHTS.of(group)
 
 
 def rounds_stochastically(group: Mapping[str, Any], param: torch.Tensor) -> bool:
     """Whether ``param`` of ``group``, and its states, are rounded stochastically to bfloat16."""
-    return param.dtype == torch.bfloat16 and is_stochastic(group) and not has_masters(group)
-
-
-GROUP_OPTIONS = {
-    "master_weights": ("master_weights=True", has_masters),
-    PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
-    STATE_BITS: ("state_bits below 32", lambda group: state_bits(group) != 32),
-    MASTER_BITS: ("master_bits=24", lambda group: master_bits(group) != 32),
-}
-"""Options of param groups that torch lacks: how users set each, and whether a group has it set.
-
-A plan of steps depends on all of them.
-"""
+    return (
+        param.dtype == torch.bfloat16
+        and PARAM_ROUNDING.is_set(group)
+        and not MASTER_WEIGHTS.of(group)
+    )

@@ -91,7 +91,7 @@ class Variants:
         rule = self._rule
         flags = rule.flag_values(group, kind)
         scalars = rule.scalar_state_for(flags)
-        has_options = any(is_set(group) for _, is_set in GROUP_OPTIONS.values())
+        has_options = any(option.is_set(group) for option in GROUP_OPTIONS.values())
         return Variant(
             place=len(self._variants),
             flags=flags,

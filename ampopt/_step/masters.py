@@ -23,7 +23,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
-from ampopt.options import has_masters, master_bits, needs_master
+from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, needs_master
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
 from ampopt_kernels.rule import MASTER
@@ -369,7 +369,7 @@ class Masters(RefersToOptimizer):
     def _with_masters(self) -> Iterator[Tensor]:
         """The parameters that have a master."""
         if self._makes_masters:
-            for group in filter(has_masters, self.optimizer.param_groups):
+            for group in filter(MASTER_WEIGHTS.of, self.optimizer.param_groups):
                 yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
 
 
@@ -378,7 +378,7 @@ def needs_low_bits(group: dict[str, Any], param: Tensor) -> bool:
 
     Those of parameters that are not :func:`is_large` are float32.
     """
-    return needs_master(group, param) and master_bits(group) == 24 and is_large(param)
+    return needs_master(group, param) and MASTER_BITS.of(group) == 24 and is_large(param)
 
 
 def full_master(param: Tensor, master: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Checks, before a step changes anything, of parameters, gradients and options for a rule."""
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +15,18 @@ from ampopt._step.rule_state import is_complete
 from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import CheckedParam, WrittenTensors, check_memory, check_states
 from ampopt._step.torch_private import check_for_fused
-from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import (
-    MASTER_BITS,
+    MASTER_WEIGHTS,
     PARAM_ROUNDING,
     STATE_BITS,
-    check_master_bits,
-    check_rounding,
-    check_state_bits,
-    has_masters,
-    is_stochastic,
+    check_options,
     needs_master,
-    state_bits,
 )
 from ampopt_kernels.check_rule import try_out
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import overlaps_itself
 
-__all__ = ["Checks", "PlannedParam", "check_options", "check_rule"]
+__all__ = ["Checks", "PlannedParam", "check_rule"]
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes for which torch refuses ``fused=True`` with some parameters, at the first step."""
@@ -79,12 +73,10 @@ class Checks(RefersToOptimizer):
             assert param.grad is not None
             if param.grad.layout != torch.strided:
                 group, how = optimizer.param_groups[index], ""
-                if has_masters(group):
-                    how = " with master_weights=True"
-                elif is_stochastic(group):
-                    how = " with param_rounding='stochastic'"
-                elif state_bits(group) != 32:
-                    how = f" with state_bits={state_bits(group)}"
+                # Not MASTER_BITS, which says nothing of a group without master weights.
+                options = MASTER_WEIGHTS, PARAM_ROUNDING, STATE_BITS
+                if option := next((o for o in options if o.is_set(group)), None):
+                    how = f" with {option.name}={option.of(group)!r}"
                 elif group.get("weight_decay"):  # torch raises when it has stepped others
                     how = f" with weight_decay={float(group['weight_decay'])}"
                 if optimizer.sparse_gradients and not how:
@@ -266,20 +258,6 @@ def check_rule(rule: Any, owner: str) -> None:
             f"{owner} has no rule: it is {rule!r}. Set the class attribute, as in "
             "rule = Rule(update=update, hyper=('lr',))"
         )
-
-
-def check_options(group: Mapping[str, Any]) -> None:
-    """Raise for invalid options of a param group.
-
-    Raises:
-        TypeError: ``master_weights`` is not a bool.
-        ValueError: ``param_rounding`` is unknown, ``state_bits`` not 8, 16 or 32, or
-            ``master_bits`` not 24 or 32.
-    """
-    check_bool("master_weights", group.get("master_weights", False))
-    check_rounding(group.get(PARAM_ROUNDING, "nearest"))
-    check_state_bits(group.get(STATE_BITS, 32))
-    check_master_bits(group.get(MASTER_BITS, 32))
 
 
 def _check_written_once(param: Tensor, name: str) -> None:

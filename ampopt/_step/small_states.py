@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import Run, indices_in, runs_at
-from ampopt.options import rounds_stochastically, state_bits
+from ampopt.options import STATE_BITS, rounds_stochastically
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
 from ampopt_kernels.rule import MASTER, Rule, State
 
@@ -114,7 +114,7 @@ def codecs_of(
     Parameters that are not :func:`is_large`, and float64 and complex ones have no codecs; but
     those that are rounded stochastically have states that are, of 16 bits at most.
     """
-    bits = state_bits(group)
+    bits = STATE_BITS.of(group)
     if not is_large(param) or param.dtype not in _PARAMS:
         bits = 32
     if rounds_stochastically(group, param):

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from ampopt._step.loading import convert_loaded
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.options import RuleOptions, needs_master, state_bits
+from ampopt.options import STATE_BITS, RuleOptions, needs_master
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]
@@ -69,5 +69,5 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         # torch's sum has the parameter's dtype: its initial value was rounded.
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
-            if any(state_bits(group) != 32 for group in self.param_groups):
+            if any(map(STATE_BITS.is_set, self.param_groups)):
                 convert_loaded(self)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
-from ampopt.options import MASTER_BITS, STATE_BITS, check_master_bits, check_state_bits
+from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, STATE_BITS
 from ampopt.precision.autocast import autocast, check_names
 from ampopt.precision.cast import (
     NORMS,
@@ -24,6 +23,9 @@ from ampopt.precision.cast import (
 from ampopt.precision.presets import LEVELS
 
 __all__ = ["Precision"]
+
+_OPTIONS = (MASTER_WEIGHTS, STATE_BITS, MASTER_BITS)
+"""The options of the optimizer that are fields of :class:`Precision`."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,11 @@ class Precision:
                 "compute_dtype must be torch.float16 or torch.bfloat16, or param_dtype with "
                 f"neither allow nor deny, got {self.compute_dtype}"
             )
-        masters = check_bool("master_weights", self.master_weights)
-        if masters and self.param_dtype.itemsize > 2:
+        for option in _OPTIONS:
+            option.check(option.of(vars(self)))
+        if self.master_weights and self.param_dtype.itemsize > 2:
             raise ValueError(f"{self.param_dtype} parameters need no master_weights: omit it")
-        check_state_bits(self.state_bits)
-        check_master_bits(self.master_bits)
-        if self.master_bits != 32 and not masters:
+        if MASTER_BITS.is_set(vars(self)) and not self.master_weights:
             raise ValueError(f"master_bits={self.master_bits} needs master_weights=True")
         check_names(self.allow, self.deny)
         if not callable(self.scaling):
@@ -155,12 +156,7 @@ class Precision:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments for the optimizer: ``AdamW(params, **precision.optimizer_options)``."""
-        options: dict[str, Any] = {"master_weights": True} if self.master_weights else {}
-        if self.state_bits != 32:
-            options[STATE_BITS] = self.state_bits
-        if self.master_bits != 32:
-            options[MASTER_BITS] = self.master_bits
-        return options
+        return {o.name: o.of(vars(self)) for o in _OPTIONS if o.is_set(vars(self))}
 
     def loss_scale(self) -> LossScale | None:
         """A new loss scale to start with; ``None`` for no scaling."""

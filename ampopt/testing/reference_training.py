@@ -25,7 +25,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def add_group(optimizer: torch.optim.Optimizer, param: Parameter, lr: float) -> None:
     """Add ``param`` in a group of its own, with states of as many bits as those of the others."""
-    bits = {k: v for k, v in optimizer.param_groups[0].items() if k == STATE_BITS}
+    bits = {k: v for k, v in optimizer.param_groups[0].items() if k == STATE_BITS.name}
     optimizer.add_param_group({"params": [param], "lr": lr, **bits})
 
 

@@ -12,7 +12,7 @@ from ampopt.loss_scale.arguments import check_bool, check_count, instead_of
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
-from ampopt.options import MASTER_BITS, STATE_BITS
+from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, STATE_BITS
 from ampopt.precision.levels import Precision
 
 __all__ = [
@@ -76,18 +76,16 @@ def check_masters(precision: Any, optimizer: Optimizer) -> None:
         raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
     name = type(optimizer).__name__
     made_with = f"create it with {name}(params, **precision.optimizer_options)"
-    if precision.master_weights and not all(
-        group.get("master_weights") for group in optimizer.param_groups
-    ):
+    if precision.master_weights and not all(map(MASTER_WEIGHTS.of, optimizer.param_groups)):
         raise ValueError(
             f"precision requires master weights, and {name} was made without: {made_with}"
         )
     for option in (STATE_BITS, MASTER_BITS):
-        bits = getattr(precision, option)
-        own = [group.get(option, 32) for group in optimizer.param_groups]
-        if bits != 32 and bits not in own:  # some groups may have others
+        bits = option.of(vars(precision))
+        own = [option.of(group) for group in optimizer.param_groups]
+        if bits != option.default and bits not in own:  # some groups may have others
             raise ValueError(
-                f"precision requires {option}={bits}, and {name} was made with {max(own)}: "
+                f"precision requires {option.name}={bits}, and {name} was made with {max(own)}: "
                 + made_with
             )
 
