@@ -102,7 +102,6 @@ ON_RANKS = {
     "Micro-batches on many ranks": 2,
     "Groups of your own": 2,
     "Checkpoints on many ranks": 2,
-    "With a scaler": 2,
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
 
