@@ -60,6 +60,8 @@ class TorchStep(RefersToOptimizer):
     def run(self, rule: Rule, request: Request) -> Decision | None:
         """Unscale the gradients, and run or skip the step as ``optimizer.skip_by`` says.
 
+        Without gradients there is no step, as with a rule.
+
         Args:
             rule: the rule in whose place the step runs, which declares the same states.
             request: the scale, and what else to check.
@@ -74,11 +76,9 @@ class TorchStep(RefersToOptimizer):
                     declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
                     state_of(optimizer, declared, complete_state)
         decision = self._masters.unscale(request, optimizer._ampopt.agreement(), self._uploads)
-        # Without hooks: those of the class run around our step already.
-        step = beneath_hooks(self._bound_step(optimizer).__func__)
-        if decision is None:
-            step(optimizer)
-        else:
+        if decision is not None:
+            # Without hooks: those of the class run around our step already.
+            step = beneath_hooks(self._bound_step(optimizer).__func__)
             self.skip_policy.step(optimizer, functools.partial(step, optimizer), decision)
         if complete_state is not None:  # as loading a checkpoint does
             for index, param in gradients.present(optimizer.param_groups):

@@ -633,6 +633,20 @@ def test_differentiable_steps_are_torchs():
     assert moved[0][1].shown == repr(torch.tensor(-0.4).item())
 
 
+def test_torchs_own_step_is_not_called_without_gradients(monkeypatch):
+    called: list[Any] = []
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: called.append(self))
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([param], lr=0.1, differentiable=True)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    optimizer.unscale(grads_scaled_by=2.0)
+    optimizer.step_after_unscale()
+    assert called == []
+    param.grad = torch.ones(2)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert called == [optimizer]
+
+
 # --- saving and loading ---------------------------------------------------------------------------
 
 
