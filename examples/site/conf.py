@@ -1,7 +1,7 @@
 """Sphinx's settings for the documentation: the guides, and a reference from the docstrings.
 
 The pages lie in ``examples``, so that each reads well on GitHub and in the installed package too.
-Built by the documentation command of ``CONTRIBUTING.md``.
+Built by the documentation command of ``examples/guides/contributing.md``.
 """
 
 import inspect
@@ -58,12 +58,7 @@ html_theme_options = {
 
 _FILE = re.compile(rf"{re.escape(REPOSITORY)}/blob/main/([^)#]+)(#[^)]*)?(?=\))")
 _PICTURES = "https://raw.githubusercontent.com/ampopt/ampopt/main/examples/"
-_PAGES = {
-    "README.md": "index",
-    "CHANGELOG.md": "changelog",
-    "CONTRIBUTING.md": "contributing",
-    "kernels/RESULTS.md": "results",
-}
+_PAGES = {"README.md": "index", "CHANGELOG.md": "changelog", "kernels/RESULTS.md": "results"}
 """Files of the repository that are pages of the site."""
 _NO_SENTENCE = ("```", "|", "#", "!", "<", "- ", "\n")
 """What blocks, tables, headings, pictures, comments and lists begin with."""
