@@ -370,6 +370,13 @@ def test_sam(run):
     assert verdict == "SAM in float16 reached float32's accuracy within 2 points"
 
 
+def test_sam_in_two_calls(run):
+    said = output(run("sam_in_two_calls.py"))
+    found = re.fullmatch(r"loss from (\S+) to (\S+), scale 2\^(\d+)\n", said)
+    assert found is not None and float(found[2]) < float(found[1]) - 0.1
+    assert int(found[3]) < 24  # the first scale: either gradient of a step may overflow
+
+
 def test_property_test_your_optimizer(run):
     done = run("property_test_your_optimizer.py")
     lines = output(done).splitlines()

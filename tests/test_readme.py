@@ -22,7 +22,6 @@ PRINTED = {
     "Your own optimizer": [],
     "Tutorial: a float16 model in ten minutes": ["True", "accuracy above 0.9: True"],
     "Why losses are scaled": ["0.0 True"],
-    "The states of an optimizer": ["tensor([0.9553, 0.9106])"],
     "Less memory": [
         "8.00 bytes, and 8 of parameter and gradient",
         "4.00 bytes, and 8 of parameter and gradient",
@@ -64,10 +63,8 @@ PRINTED = {
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "A step of your own": ["False"],
-    "Sharpness-aware minimization in two calls": ["True True"],
     "Keeping a scaler": ["True", "False True"],
     "Several optimizers": ["True 32768.0", "False 32768.0"],
-    "From another system": ["4096.0"],
     "The loss scale of a checkpoint": ["131072.0"],
     "From torch.amp": ["16384.0 500"],
     "From Megatron": [],
@@ -115,7 +112,6 @@ MIGRATIONS = [
 IN_FRAMEWORKS = {
     "With Lightning",
     "With Accelerate and transformers",
-    "With states in 8 bits",
     "Trainers of transformers and trl",
     "With verl",
 }

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import readme
 from support.requirements import needs
 
 import ampopt
@@ -137,8 +136,3 @@ def assert_near(ours: Any, exact: Any) -> None:
         assert found[key]["step"] == state["step"]
         for name in ("exp_avg", "exp_avg_sq"):
             assert (found[key][name] - state[name]).norm() <= 0.05 * state[name].norm()
-
-
-def test_the_block_of_the_guide(tmp_path, capsys):
-    readme.run("With states in 8 bits", tmp_path)
-    assert capsys.readouterr().out == "True\nFalse\n"
