@@ -189,10 +189,10 @@ def values_of(param: Tensor) -> Tensor:
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
-        return real(grad.detach().values())
+        return real(grad.values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
-    return real((dtensor.local(grad) if distributed else grad).detach())
+    return real(dtensor.local(grad) if distributed else grad)
 
 
 def offenders(

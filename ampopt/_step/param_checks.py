@@ -141,8 +141,6 @@ class Checks(RefersToOptimizer):
         for one, variant in zip(stepped_params, of, strict=True):
             index, param, owner = one
             group, state = groups[index], optimizer.state.get(param, no_state)
-            if not param.is_contiguous():
-                _check_written_once(param, owner.name)
             if rule.averages is not None:
                 _check_rows(param, owner.name, rule.averages_for(variant.flags), name)
             if group.get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
@@ -152,6 +150,7 @@ class Checks(RefersToOptimizer):
                 keys = variant.keys
                 written.append((owner.name, keys, [param, *map(state.__getitem__, keys)]))
             else:
+                _check_written_once(param, owner.name)
                 planned.append(PlannedParam(one, variant, None))
                 declared = DeclaredStates.of(rule, group, param)
                 params_to_check.append(CheckedParam(owner.name, state, declared))

@@ -18,7 +18,7 @@ from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
-from ampopt._step.torch_private import is_flattened_by_fsdp1
+from ampopt._step.torch_private import any_flattened_by_fsdp1, is_flattened_by_fsdp1
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.element_indices import ElementIndices
@@ -49,8 +49,7 @@ class RuleRows:
         layouts: for each row, its gradient, or a tensor with the same layout.
         states: for each row, the state of its parameter.
         keys: for each row, the keys of the tensors that the step reads from its state.
-        writes_gradients: whether unscaling in place, before the update, changes no bit of the step.
-            It does for gradients of a narrower dtype than the arithmetic, and for copies.
+        has_copied: whether one of ``grads`` is a copy, in the layout of its parameter.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
     """
@@ -82,29 +81,36 @@ class RuleRows:
         if masters.grads_at_unscale:
             planned = [p for p in planned if self._is_stepped(p.one, absent)]
         planned = sorted(planned, key=lambda p: p.variant.place)
-        codecs = [self._codecs(p) for p in planned]
-        for (index, param, _), _, state in planned:
-            if state is None:
-                masters.of(groups[index], param)
+        codecs = [
+            codecs_of(rule, variant.flags, groups[one.group], one.tensor)
+            if state is None
+            else variant.no_codecs
+            for one, variant, state in planned
+        ]
+        if any_flattened_by_fsdp1(p.one.tensor for p in planned):
+            for (one, _, _), own_codecs in zip(planned, codecs, strict=True):
+                if is_flattened_by_fsdp1(one.tensor):
+                    _refuse_flattened(rule, groups[one.group], one, own_codecs)
         states: list[dict[str, Any]] = []
         for ((index, param, _), variant, state), own_codecs in zip(planned, codecs, strict=True):
             if state is None:
-                group, flags = groups[index], variant.flags
-                declared = DeclaredStates(rule, group, param, flags, own_codecs)
+                group = groups[index]
+                masters.of(group, param)
+                declared = DeclaredStates(rule, group, param, variant.flags, own_codecs)
                 state = state_of(optimizer, declared, complete_state)
             states.append(state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         self.stepped_params: list[ParamWithGrad] = [p.one for p in planned]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.writes_gradients = not masters.grads_at_unscale
+        self.has_copied = False
         self.states: list[dict[str, Any]] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.keys: list[tuple[str, ...]] = []
         for p, own_codecs, state in zip(planned, codecs, states, strict=True):
-            index, param, owner = p.one
+            (index, param, owner), variant, complete = p
             holder = masters.holder(index, param) if masters.grads_at_unscale else param
             # After unscale, a gradient can be removed from the parameter or from its master.
             is_absent = param.grad is None or holder.grad is None
@@ -114,35 +120,25 @@ class RuleRows:
             like = like_gradient(row) if values is None else values
             assert row.param is not None and like is not None
             grad = dense_like(like, row.param)
-            keys = p.variant.keys
-            if p.state is None:
+            keys = variant.keys
+            if complete is None:
                 if (master := masters.of(groups[index], param)) is not None:
                     self.masters.append((len(self.rows), master))
                     keys += (MASTER,)
                 keys += () if row.keys is None else (KEYS,)
-                parts = zip(p.variant.states, row.scales, strict=True)
+                parts = zip(variant.states, row.scales, strict=True)
                 keys += tuple(scale_key(name) for (name, _), scale in parts if scale is not None)
-            row.variant, row.owner = p.variant.place, owner
+                # The row may have made a state: the random key.
+                state = optimizer.state.get(param, state)
+            row.variant, row.owner = variant.place, owner
             if agreement is not None:
                 row.in_norm = agreement.in_norm(param, index, owner.key)
-            if row.compute_dtype != grad_dtype or not (values is None or grad is values):
-                self.writes_gradients = False
+            self.has_copied = self.has_copied or grad is not like
             self.rows.append(row)
             self.grads.append(None if values is None else grad)
             self.layouts.append(grad)
             self.keys.append(keys)
-            # The row may have made a state: the random key.
-            self.states.append(state if p.state is not None else optimizer.state.get(param, state))
-
-    def _codecs(self, planned: PlannedParam) -> tuple[Codec | None, ...]:
-        """The codec of each elementwise state of a parameter; raises if FSDP1 has flattened it."""
-        one, variant, state = planned
-        codecs, group = variant.no_codecs, self._optimizer.param_groups[one.group]
-        if state is None:
-            codecs = codecs_of(self._rule, variant.flags, group, one.tensor)
-        if is_flattened_by_fsdp1(one.tensor):
-            _refuse_flattened(self._rule, group, one, codecs)
-        return codecs
+            self.states.append(state)
 
     def _is_stepped(self, one: ParamWithGrad, absent: Mapping[int, torch.dtype]) -> bool:
         """Whether a parameter with a master still has the gradient on its master."""
@@ -174,7 +170,7 @@ class RuleRows:
         rule, local, dense = self._rule, dtensor.local, self._dense
         flags = variant.flags
         scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
-        if complete is not None and param.is_contiguous():
+        if complete is not None:
             states = tuple([state[name] for name, _ in variant.states])
             row = ParamRow(grad_dtype, param.detach(), states, None, None, scalars, flags)
             if rule.draws:

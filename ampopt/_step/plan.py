@@ -112,7 +112,12 @@ class Plan:
         self._params = [one.tensor for one in rule_rows.stepped_params]
         self._copies = rule_rows.copies
         self._is_for_one_step = bool(rule_rows.copies) or any(p.is_complex() for p in self._params)
-        self._writes_gradients = rule_rows.writes_gradients
+        # Unscaling in place rounds gradients of a narrower dtype than the arithmetic.
+        self._writes_gradients = not masters.grads_at_unscale and all(
+            row.grad_dtype == dtype
+            for work in self.works
+            for row, dtype in zip(work.rows, work.compute_dtypes, strict=True)
+        )
         self.reusable = not self._is_for_one_step
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
         grads = rule_rows.grads

@@ -161,7 +161,7 @@ class TensorGuard:
             rows: the rows of the plan.
         """
         groups = optimizer.param_groups
-        self._masters, self.has_copied = masters, False
+        self._masters, self.has_copied = masters, rows.has_copied
         self._process_group, self._state = optimizer.process_group, optimizer.state
         self._owners, self._rows = rows.stepped_params, rows.rows
         self._stepped_params = [one.tensor for one in self._owners]

@@ -34,10 +34,13 @@ StateCompleter = Callable[[dict[str, Any]], None]
 def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
     """Whether a step can use ``state`` of ``param`` as it is: there, and as it would be made.
 
-    ``False`` also if that takes a longer look, as with options or entries of a user's own.
+    ``False`` also if that takes a longer look, as with options, entries of a user's own, or a
+    parameter that is not contiguous.
     """
     n, dtype = len(variant.states) + len(variant.scalars), param.dtype
-    if not (variant.is_plain and type(param) in _PLAIN and dtype in _REAL):
+    if not (
+        variant.is_plain and type(param) in _PLAIN and dtype in _REAL and param.is_contiguous()
+    ):
         return False
     if not state:
         return not n

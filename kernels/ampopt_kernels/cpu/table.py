@@ -174,13 +174,14 @@ class Table:
         """Take the rows of ``work``, which may have no parameters."""
         self.kinds: list[KindTable] | None = None
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
-        for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
+        rows = zip(work.rows, work.grads, work.compute_dtypes, strict=True)
+        for place, (row, grad, compute_dtype) in enumerate(rows):
             tensor = grad if row.param is None else row.param
             if tensor is None:  # an absent gradient, of a row that has nothing else
                 continue
             if not (numel := tensor.numel()):
                 continue
-            dtypes = row.grad_dtype, row.compute_dtype
+            dtypes = row.grad_dtype, compute_dtype
             by_dtypes.setdefault(dtypes, array("q")).extend((place, numel))
         self.gradients = [GradientRows(own, to, rows) for (own, to), rows in by_dtypes.items()]
         counts = [row.in_norm for row in work.rows]
