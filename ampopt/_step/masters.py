@@ -228,7 +228,7 @@ class Masters(RefersToOptimizer):
             with_grads, request, all_reduce, decision_device, write=write, uploads=uploads
         )
         if decision is not None and request.max_norm is not None:
-            _multiply([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
+            _clip([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
         return decision
 
     @torch.no_grad()
@@ -410,10 +410,15 @@ def _store(param: Tensor, low: Tensor, master: Tensor) -> None:
     dtensor.local(low).copy_(steps)
 
 
-def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors`` in place, each in its own dtype; one call per device and dtype."""
+def _clip(grads: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply ``grads`` in place by ``coefficient``; one call per device and dtype.
+
+    The coefficient is rounded to the dtype of a gradient, as ``torch.nn.utils.clip_grad_norm_``
+    rounds that of gradients of one dtype.
+    """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
     for kind, same_kind in alike.items():
-        torch._foreach_mul_(same_kind, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]
+        factor = coefficient.to(*kind)
+        torch._foreach_mul_(same_kind, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -114,7 +114,7 @@ class Compiled(Backend):
             own = None if own is None else own.T
             reports = (GradientReport(overflows, places, work.owners, own),)
         if request.write and not self.unscales_in_update(request):
-            _multiply(work.present_grads, inverse)
+            _unscale(work.present_grads, inverse)
         no_flags = finite and squares is None
         return Partials([] if no_flags else list(map(bool, flags)), squares, reports)
 
@@ -154,7 +154,7 @@ class Compiled(Backend):
         skip, inverse, clip = decision.coefficients_on_host
         if skip > 0:
             if decision.unscales:
-                _multiply(work.present_grads, inverse)
+                _unscale(work.present_grads, inverse)
             return
         sums = () if decision.sums is None else tuple(map(Tensor.contiguous, decision.sums))
         table, addresses = Table.of(work), tuple(map(Tensor.data_ptr, sums)) or (None, None)
@@ -164,15 +164,15 @@ class Compiled(Backend):
             objects.bump_versions(work.present_grads)
 
 
-def _multiply(grads: Sequence[Tensor], factor: float) -> None:
-    """Multiply all of ``grads`` in place, in their arithmetic dtypes."""
+def _unscale(grads: Sequence[Tensor], inverse: float) -> None:
+    """Multiply ``grads`` in place by ``inverse``, the reciprocal of their scale."""
     alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
     if alike:
-        torch._foreach_mul_(alike, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(alike, inverse)  # pyright: ignore[reportPrivateImportUsage]
     for grad in grads:
-        # torch would round the factor to half precision first.
+        # torch would round the reciprocal to half precision first: in float16, 2**-25 becomes 0.
         if grad.dtype != arithmetic(grad.dtype):
-            grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
+            grad.copy_(grad.to(arithmetic(grad.dtype)) * inverse)
 
 
 def _needed(error: Exception) -> str:
