@@ -6,7 +6,7 @@ import torch
 
 from ampopt._step.masters import full_master
 from ampopt._step.small_states import (
-    KEYS,
+    RANDOM_KEY,
     full_precision,
     has_codes,
     restore_names,
@@ -58,7 +58,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 full.pop(scale_key(part.name), None)
             elif isinstance(value, torch.Tensor) and value.dtype.itemsize < 4:
                 full[part.name] = value.float()
-        full.pop(KEYS, None)
+        full.pop(RANDOM_KEY, None)
         if (master := full.get(MASTER)) is not None:
             full[MASTER] = full_master(params[key], master)
     groups = [dict(group) for group in state_dict["param_groups"]]

@@ -37,7 +37,7 @@ class Variant(NamedTuple):
         flags: the flags of the rule.
         states: names of the elementwise states, and their dtypes; ``None`` for the parameter's.
         scalars: names of the scalar states, and their dtypes.
-        keys: the names of all states.
+        state_keys: the names of all states.
         scalar_keys: for each scalar state of the rule its name; ``None`` if the flags omit it.
         no_codecs: ``None`` for each elementwise state.
         is_plain: whether the states are elementwise or scalar, and have all their digits: no option
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
     flags: tuple[bool, ...]
     states: tuple[tuple[str, torch.dtype | None], ...]
     scalars: tuple[tuple[str, torch.dtype], ...]
-    keys: tuple[str, ...]
+    state_keys: tuple[str, ...]
     scalar_keys: tuple[str | None, ...]
     no_codecs: tuple[None, ...]
     is_plain: bool
@@ -97,7 +97,7 @@ class Variants:
             flags=flags,
             states=tuple((part.name, part.dtype) for part in rule.state_for(flags)),
             scalars=tuple((part.name, part.dtype or torch.float32) for part in scalars),
-            keys=tuple(part.name for part in rule.all_state_for(flags)),
+            state_keys=tuple(part.name for part in rule.all_state_for(flags)),
             scalar_keys=tuple(p.name if p in scalars else None for p in rule.scalar_state),
             no_codecs=(None,) * len(rule.state_for(flags)),
             is_plain=not (has_options or rule.averages_for(flags)),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
-from ampopt._step.param_rows import keys_of
+from ampopt._step.param_rows import random_key_of
 from ampopt._step.rule_state import convert, widen_scalars
-from ampopt._step.small_states import KEYS, codes_key, scale_key
+from ampopt._step.small_states import RANDOM_KEY, codes_key, scale_key
 from ampopt._step.tensor_subclasses import copy_of, inner_names
 from ampopt._step.torch_private import pytree
 from ampopt_kernels import rules
@@ -78,7 +78,7 @@ def convert_loaded(optimizer: Any) -> None:
                 declared = DeclaredStates.of(rule, group, param)
                 convert(declared, state)
                 if any(declared.codecs):
-                    keys_of(optimizer, param, place)
+                    random_key_of(optimizer, param, place)
                 states.append(state)
     widen_scalars(rule, states)
 
@@ -137,7 +137,7 @@ def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
     rule = optimizer.rule
     coded = {codes_key(name) for name in (MASTER, *(part.name for part in rule.state))}
     scales = {scale_key(part.name) for part in rule.state}
-    scalars = {KEYS, *(part.name for part in rule.scalar_state)}
+    scalars = {RANDOM_KEY, *(part.name for part in rule.scalar_state)}
     names = {MASTER, *(part.name for part in rule.state), *coded, *scales, *scalars}
     for name in names.intersection(state):
         value, wrong = state[name], None
@@ -145,7 +145,7 @@ def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
             wrong = TypeError, "must be a tensor" + " or a number" * (name in scalars)
         elif isinstance(value, Tensor) and value.is_meta and not _is_on_meta(optimizer):
             wrong = ValueError, "has no values: load it onto a device"
-        elif name in ("step", KEYS) and not _is_count(value):
+        elif name in ("step", RANDOM_KEY) and not _is_count(value):
             wrong = ValueError, "must be a whole number, 0 or more"
         if wrong is not None:
             error, what = wrong

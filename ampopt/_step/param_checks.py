@@ -147,7 +147,7 @@ class Checks(RefersToOptimizer):
                 check_for_fused(param)
             if is_complete(param, state, variant):
                 planned.append(PlannedParam(one, variant, state))
-                keys = variant.keys
+                keys = variant.state_keys
                 written.append((owner.name, keys, [param, *map(state.__getitem__, keys)]))
             else:
                 _check_written_once(param, owner.name)

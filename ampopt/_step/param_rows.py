@@ -17,7 +17,7 @@ from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
-from ampopt._step.small_states import KEYS, codecs_of, scale_key
+from ampopt._step.small_states import RANDOM_KEY, codecs_of, scale_key
 from ampopt._step.torch_private import any_flattened_by_fsdp1, is_flattened_by_fsdp1
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
@@ -30,7 +30,7 @@ from ampopt_kernels.step_tensors import ParamRow
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 
-__all__ = ["RuleRows", "keys_of", "like_gradient"]
+__all__ = ["RuleRows", "like_gradient", "random_key_of"]
 
 
 class RuleRows:
@@ -48,7 +48,7 @@ class RuleRows:
         grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
         layouts: for each row, its gradient, or a tensor with the same layout.
         states: for each row, the state of its parameter.
-        keys: for each row, the keys of the tensors that the step reads from its state.
+        state_keys: for each row, the keys of the tensors that the step reads from its state.
         has_copied: whether one of ``grads`` is a copy, in the layout of its parameter.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
@@ -108,7 +108,7 @@ class RuleRows:
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
-        self.keys: list[tuple[str, ...]] = []
+        self.state_keys: list[tuple[str, ...]] = []
         for p, own_codecs, state in zip(planned, codecs, states, strict=True):
             (index, param, owner), variant, complete = p
             holder = masters.holder(index, param) if masters.grads_at_unscale else param
@@ -120,12 +120,12 @@ class RuleRows:
             like = like_gradient(row) if values is None else values
             assert row.param is not None and like is not None
             grad = dense_like(like, row.param)
-            keys = variant.keys
+            keys = variant.state_keys
             if complete is None:
                 if (master := masters.of(groups[index], param)) is not None:
                     self.masters.append((len(self.rows), master))
                     keys += (MASTER,)
-                keys += () if row.keys is None else (KEYS,)
+                keys += () if row.random_key is None else (RANDOM_KEY,)
                 parts = zip(variant.states, row.scales, strict=True)
                 keys += tuple(scale_key(name) for (name, _), scale in parts if scale is not None)
                 # The row may have made a state: the random key.
@@ -137,7 +137,7 @@ class RuleRows:
             self.rows.append(row)
             self.grads.append(None if values is None else grad)
             self.layouts.append(grad)
-            self.keys.append(keys)
+            self.state_keys.append(keys)
             self.states.append(state)
 
     def _is_stepped(self, one: ParamWithGrad, absent: Mapping[int, torch.dtype]) -> bool:
@@ -181,7 +181,9 @@ class RuleRows:
         low = master if master is not None and master.dtype == LOW_BITS else None
         rounds, is_coded = rounds_stochastically(group, param), any(codecs)
         draws = rounds or is_coded or low is not None
-        keys = keys_of(self._optimizer, param, self._numbers[id(param)]) if draws else None
+        random_key = None
+        if draws:
+            random_key = random_key_of(self._optimizer, param, self._numbers[id(param)])
         full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
         averaged_over = rule.averages_for(flags)
@@ -190,7 +192,7 @@ class RuleRows:
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, indices = dense(p, like), ElementIndices()
-        if keys is not None or rule.draws:
+        if random_key is not None or rule.draws:
             indices = self._drawn_indices(param, values, in_order=in_order)
         row = ParamRow(
             grad_dtype,
@@ -203,7 +205,7 @@ class RuleRows:
             ),
             scalars=scalars,
             flags=flags,
-            keys=keys,
+            random_key=random_key,
             rounds=rounds,
             indices=indices,
             codecs=codecs,
@@ -276,16 +278,16 @@ def _refuse_flattened(
     )
 
 
-def keys_of(optimizer: Any, param: Tensor, place: int) -> Tensor:
+def random_key_of(optimizer: Any, param: Tensor, place: int) -> Tensor:
     """The random key of ``param``, made if it is missing.
 
     Each parameter has a key of its own, which depends on its index ``place`` among all parameters.
     """
     state = optimizer.state[param]
-    saved_key = state.get(KEYS, KEY_STRIDE * place)
+    saved_key = state.get(RANDOM_KEY, KEY_STRIDE * place)
     if not (
         isinstance(saved_key, Tensor)
         and (saved_key.dtype, saved_key.device, saved_key.ndim) == (torch.int64, param.device, 0)
     ):
-        state[KEYS] = torch.full((), int(saved_key), dtype=torch.int64, device=param.device)
-    return state[KEYS]
+        state[RANDOM_KEY] = torch.full((), int(saved_key), dtype=torch.int64, device=param.device)
+    return state[RANDOM_KEY]

@@ -165,14 +165,14 @@ class TensorGuard:
         self._process_group, self._state = optimizer.process_group, optimizer.state
         self._owners, self._rows = rows.stepped_params, rows.rows
         self._stepped_params = [one.tensor for one in self._owners]
-        self._states, self._keys = rows.states, rows.keys
+        self._states, self._state_keys = rows.states, rows.state_keys
         self._indexed_masters = rows.masters
         planned_ids = set(map(id, self._stepped_params))
         self._unplanned_params = [p for p in params_of(groups) if id(p) not in planned_ids]
         own = [
             (param, state, keys)
             for param, state, keys in zip(
-                self._stepped_params, self._states, self._keys, strict=True
+                self._stepped_params, self._states, self._state_keys, strict=True
             )
             if keys
         ]
@@ -286,7 +286,7 @@ class TensorGuard:
         return {
             id(param): row.grad_dtype
             for param, row, own, keys in zip(
-                self._stepped_params, self._rows, self._states, self._keys, strict=True
+                self._stepped_params, self._rows, self._states, self._state_keys, strict=True
             )
             if param.grad is None
             and id(param) in ids
@@ -334,7 +334,7 @@ class TensorGuard:
         """The name of the parameter that has the tensor at ``place``, or is it."""
         if place < len(self._owners):
             return self._owners[place].owner.name
-        ends = accumulate(map(len, self._keys), initial=len(self._owners))
+        ends = accumulate(map(len, self._state_keys), initial=len(self._owners))
         return self._owners[bisect_right(list(ends), place) - 1].owner.name
 
 

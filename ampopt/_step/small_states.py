@@ -26,7 +26,7 @@ from ampopt_kernels.rule import MASTER, Rule, State
 
 __all__ = [
     "CODES",
-    "KEYS",
+    "RANDOM_KEY",
     "add",
     "check_codes",
     "check_whole_blocks",
@@ -42,7 +42,7 @@ __all__ = [
     "with_saved_names",
 ]
 
-KEYS = "rounding_key"
+RANDOM_KEY = "rounding_key"
 """Key of ``optimizer.state[p]`` for the random key of ``p``; see ``ampopt_kernels.stochastic``."""
 
 _least = 1 << 13  # elements of the smallest parameter whose states are kept in fewer bits
@@ -185,7 +185,7 @@ def convert_to_codec(
         _decode(state, part)
     if codec is None:
         of_16_bits = value.dtype == BFLOAT16.dtype and param.dtype == torch.float32
-        if is_coded or (of_16_bits and KEYS in state):
+        if is_coded or (of_16_bits and RANDOM_KEY in state):
             state[part.name] = state[part.name].to(param.dtype)
         return False
     values = dtensor.local(state[part.name]).reshape(-1)

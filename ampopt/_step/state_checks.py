@@ -18,7 +18,7 @@ from torch import Tensor
 from ampopt._step import small_states
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import KEYS
+from ampopt._step.small_states import RANDOM_KEY
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, State
 from ampopt_kernels.tensors import (
@@ -95,7 +95,7 @@ def check_states(params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
             keys.append(part.name)
             if state.get(part.name) is not None and small_states.has_codes(state, part):
                 keys.append(small_states.scale_key(part.name))
-        keys += (KEYS, *(part.name for part in declared.scalars))
+        keys += (RANDOM_KEY, *(part.name for part in declared.scalars))
         keys = [key for key in keys if isinstance(state.get(key), Tensor)]
         written.append((name, keys, [declared.param, *map(state.get, keys)]))
     return written
@@ -163,7 +163,7 @@ def _check_state(one: CheckedParam) -> None:
             small_states.check_codes(_state_name(part.name, name), state, part, param)
     for part in declared.scalars:
         _check_scalar(name, part.name, state.get(part.name))
-    _check_scalar(name, KEYS, state.get(KEYS))
+    _check_scalar(name, RANDOM_KEY, state.get(RANDOM_KEY))
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:

@@ -186,11 +186,11 @@ class Eager(Backend):
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.outputs)
             # Flattened in memory order, by which the indices of elements are numbered.
-            if row.keys is not None or rule.draws or row.row_column_means is not None:
+            if row.random_key is not None or rule.draws or row.row_column_means is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *chunk in _chunks(*tensors):
                 end, position = start + grad.numel(), None
-                if row.keys is not None or rule.draws:
+                if row.random_key is not None or rule.draws:
                     position = row.indices.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
@@ -201,13 +201,13 @@ class Eager(Backend):
                 inputs = (*state, *row.row_column_factors(start, end))
                 param, state = update(param, g, inputs, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
-                if row.rounds and row.keys is not None and position is not None:
-                    param = stochastically(param, position, row.keys)
-                if row.low is not None and row.keys is not None and position is not None:
-                    u = codecs.uniform(position, row.keys, -1)
+                if row.rounds and row.random_key is not None and position is not None:
+                    param = stochastically(param, position, row.random_key)
+                if row.low is not None and row.random_key is not None and position is not None:
+                    u = codecs.uniform(position, row.random_key, -1)
                     param, *copy = split_master(param, chunk[0].dtype, u)
                 chunk += [x for x in row.scales_at(start, end) if x is not None]
-                states, scales = codecs.encoded_each(state, row.codecs, position, row.keys)
+                states, scales = codecs.encoded_each(state, row.codecs, position, row.random_key)
                 start = end
                 for old, new in zip(chunk, (param, *states, *copy, *scales), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))

@@ -22,7 +22,7 @@ from ampopt_kernels.row_column_means import LineSums, advance
 from ampopt_kernels.step_data import Coefficients, Decision, Partials, Request
 from ampopt_kernels.step_decision import RUNNING, Check, decide
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.stochastic import take_keys
+from ampopt_kernels.stochastic import advance_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
 
@@ -220,8 +220,8 @@ def run(
             sums = over_all(works, own, request.agree_on_sums)
             decisions = [replace(d, sums=s) for d, s in zip(decisions, sums, strict=True)]
         for backend, work, decided in zip(backends, works, decisions, strict=True):
-            if work.keyed:
-                take_keys(work.keys, decided.skip)
+            if work.keyed_rows:
+                advance_keys(work.random_keys, decided.skip)
             backend.update(work, decided)
     for backend, work in zip(backends, works, strict=True):
         if not backend.host_sees:  # then a graph of the device may be capturing this step

@@ -55,8 +55,8 @@ class ParamRow:
         scales: for each of ``state`` one float32 number for each block, flat; ``None`` for a state
             without a codec, or whose codec has no scales. The row then has the elements of whole
             blocks, in the order of a contiguous parameter.
-        keys: the key of the random numbers of this step, which advances: 0-d int64. ``None`` if
-            nothing is rounded stochastically. See ``stochastic``.
+        random_key: the key of the random numbers of this step, which advances: 0-d int64.
+            ``None`` if nothing is rounded stochastically. See ``stochastic``.
         rounds: whether the parameter, bfloat16, is rounded stochastically.
         indices: indices of the elements in the whole parameter, from which random numbers are
             computed. Unused if nothing is drawn.
@@ -73,7 +73,7 @@ class ParamRow:
     variant: int = 0
     in_norm: bool = True
     owner: Owner = NOBODY
-    keys: Tensor | None = None
+    random_key: Tensor | None = None
     rounds: bool = False
     indices: ElementIndices = ElementIndices()
     row_column_means: RowColumnMeans | None = None
@@ -236,14 +236,14 @@ class Work:
         return [row.owner for row in self.rows]
 
     @property
-    def keys(self) -> list[Tensor]:
+    def random_keys(self) -> list[Tensor]:
         """The keys of the rows that this step rounds stochastically: 0-d int64 each."""
-        return [self.rows[i].keys for i in self.keyed if self.is_present(i)]  # type: ignore
+        return [self.rows[i].random_key for i in self.keyed_rows if self.is_present(i)]  # type: ignore
 
     @functools.cached_property
-    def keyed(self) -> list[int]:
+    def keyed_rows(self) -> list[int]:
         """The indices of the rows that a step rounds stochastically."""
-        return [index for index, row in enumerate(self.rows) if row.keys is not None]
+        return [index for index, row in enumerate(self.rows) if row.random_key is not None]
 
     @functools.cached_property
     def compute_dtypes(self) -> list[torch.dtype]:

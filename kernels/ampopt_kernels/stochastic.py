@@ -15,7 +15,7 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.language import jit, tl, up_or_down
 from ampopt_kernels.random_numbers import random_bits
 
-__all__ = ["KEY_STRIDE", "rounded_stochastically", "stochastically", "take_keys"]
+__all__ = ["KEY_STRIDE", "advance_keys", "rounded_stochastically", "stochastically"]
 
 KEY_STRIDE = 1 << 32
 """Distance between the first keys of two parameters: more than the number of steps."""
@@ -49,7 +49,7 @@ def stochastically(x: Tensor, position: Tensor, key: int | Tensor) -> Tensor:
     return _rounded(x, position, torch.as_tensor(key, device=x.device)).to(torch.bfloat16)
 
 
-def take_keys(keys: list[Tensor], skip: Tensor) -> None:
+def advance_keys(keys: list[Tensor], skip: Tensor) -> None:
     """Advance the key of each parameter in place, unless the step is skipped. Does not synchronize.
 
     Args:

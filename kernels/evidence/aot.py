@@ -252,7 +252,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
             for part in rule.scalar_state
         ),
         flags=case.flags,
-        keys=torch.zeros((), dtype=torch.int64) if draws else None,
+        random_key=torch.zeros((), dtype=torch.int64) if draws else None,
         rounds=by_chance,
         indices=ElementIndices(0, (Jump(128, 0, 128),) * case.request.endswith("in columns")),
         codecs=codecs,

@@ -193,7 +193,7 @@ def row_of(n, rule, codecs, *, low=None, indices=None):
         copy=None if low is None else param.to(low),
         scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
         flags=flags,
-        keys=torch.tensor(KEY),
+        random_key=torch.tensor(KEY),
         indices=indices or ElementIndices(),
         codecs=codecs,
         scales=tuple(scales for _, scales in states),
@@ -211,7 +211,7 @@ def bits_after_steps(backend, rule, hyper, make_rows, *, flag=0.0):
         run(lambda _: backend, [work], Request(check=False, found_inf=found_inf))
     tensors = []
     for row in rows:
-        tensors += [row.param, *row.state, row.copy, *row.scales, row.keys]
+        tensors += [row.param, *row.state, row.copy, *row.scales, row.random_key]
     return [t for t in tensors if t is not None]
 
 
@@ -261,7 +261,7 @@ def test_a_skipped_step_changes_no_bit():
         return [row_of(300, rule, codecs)]
 
     ((row, _),) = make_rows()
-    before = [row.param, *row.state, *row.scales, row.keys]
+    before = [row.param, *row.state, *row.scales, row.random_key]
     for name, backend in backends().items():
         after = bits_after_steps(backend, rule, hyper, make_rows, flag=1.0)
         assert all(map(torch.equal, before, after)), name
@@ -279,7 +279,7 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
         state=tuple(t[256:].clone() for t in whole.state),
         scales=tuple(t[2:].clone() for t in whole.scales if t is not None),
         scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
-        keys=torch.tensor(KEY),
+        random_key=torch.tensor(KEY),
         indices=ElementIndices(256),
     )
     backend = backends()[name]

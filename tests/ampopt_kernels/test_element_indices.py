@@ -44,10 +44,10 @@ def test_random_numbers_and_chances_follow_from_the_indices(make):
     rows, backend = [], make()
     for places, n in ROWS:
         p, chance, step = torch.ones(n).bfloat16(), torch.zeros(n), torch.zeros(())
-        keys = torch.tensor(2**33, dtype=torch.int64)
-        rows.append(
-            ParamRow(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, indices=places)
-        )
+        random_key = torch.tensor(2**33, dtype=torch.int64)
+        row = ParamRow(p.dtype, p, (chance,), scalars=(step,), random_key=random_key, rounds=True)
+        row.indices = places
+        rows.append(row)
     grads = [torch.full((n,), 0.3).bfloat16() for _, n in ROWS]
     lr, temperature, seed = 2.0**-7, 0.5, 3.0
     work = Work(CPU, rows, grads, Shaken.rule, [[lr, temperature, seed]])

@@ -142,7 +142,7 @@ def test_backends_read_and_store_the_same_bits(dtype, elements, key):
         old = torch.zeros(len(elements))
         # Triton's interpreter reads bfloat16 numbers below 2**-126 as 0.
         readable = (param.float().abs() >= 2.0**-126) | (dtype == torch.float16)
-        row = ParamRow(torch.float32, param, (old,), low=low, keys=torch.tensor(key))
+        row = ParamRow(torch.float32, param, (old,), low=low, random_key=torch.tensor(key))
         work = Work(CPU, [row], [grad], REPLACE, [[0.5]])
         run(lambda _, backend=backend: backend, [work], Request(check=False))
         masters = torch.where(readable, old, 0.0)

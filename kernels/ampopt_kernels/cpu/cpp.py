@@ -73,14 +73,14 @@ class Kind(NamedTuple):
     jumps: int = 0
 
     @property
-    def keyed(self) -> bool:
+    def has_random_key(self) -> bool:
         """Whether anything is rounded stochastically, with a key for each step."""
         return self.rounds or bool(self.codecs) or LOW_BITS in self.dtypes
 
     @property
     def placed(self) -> bool:
         """Whether a row needs the indices of its elements, from which random numbers follow."""
-        return self.keyed or self.rule.draws
+        return self.has_random_key or self.rule.draws
 
     @property
     def n_tensors(self) -> int:
@@ -94,8 +94,8 @@ class Kind(NamedTuple):
         widths = self.rule.widths(self.n_hyper)
         if role == "reduce":
             return 2 + widths.reduce
-        of_indices = (1 + 2 * self.keyed + element_indices.NUMBERS * self.jumps) * self.placed
-        return 2 + widths.update + of_indices
+        of_indices = 1 + 2 * self.has_random_key + element_indices.NUMBERS * self.jumps
+        return 2 + widths.update + of_indices * self.placed
 
     @property
     def roles(self) -> "dict[str, Callable[[Kind], str]]":
@@ -194,7 +194,7 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
         to_store = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
         if kind.placed:
             of_indices = ["row[FIRST]"]
-            if kind.keyed:  # in halves, as float64 does not hold every int64
+            if kind.has_random_key:  # in halves, as float64 does not hold every int64
                 key = "*(uint64_t*)row[KEY]"
                 of_indices += [f"uint32_t({key})", f"uint32_t({key} >> 32)"]
             of_indices += [f"row[JUMPS + {i}]" for i in range(element_indices.NUMBERS * kind.jumps)]
@@ -340,12 +340,12 @@ def _update(kind: Kind) -> str:
         if kind.jumps:
             program.index = "indices[i - block]"
             program.before.append("uint64_t indices[BLOCK];")
-            numbers = f"h + {width + 1 + 2 * kind.keyed}"
+            numbers = f"h + {width + 1 + 2 * kind.has_random_key}"
             call = f"indices_of({numbers}, {kind.jumps}, position, block, size, indices);"
             statements.append(call)
     function = torch_language.bind(kind.rule.update, LANGUAGE)
     param, state = function(*arguments, *(program,) * kind.rule.draws)
-    if kind.keyed:
+    if kind.has_random_key:
         program.before.append(
             f"const uint64_t key = (uint64_t)h[{width + 1}] | (uint64_t)h[{width + 2}] << 32;"
         )

@@ -105,7 +105,7 @@ class KindTable:
         yield [row.variant for row in rows]
         if self.kind.placed:
             yield [row.indices.first for row in rows]
-            yield addresses([row.keys for row in rows])
+            yield addresses([row.random_key for row in rows])
             yield from zip(*(chain(*row.indices.jumps) for row in rows), strict=True)
 
     def update(

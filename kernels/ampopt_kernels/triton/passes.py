@@ -184,7 +184,7 @@ def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int)
         "HAS_COPY": row.copy is not None,
         "LOW": row.low is not None,
         "STOCHASTIC": row.rounds,
-        "KEYED": row.keys is not None,
+        "KEYED": row.random_key is not None,
         "JUMPS": len(row.indices.jumps),
         "OF_ROWS": () if means is None else means.of_rows,
         "EVEN": 1 if means is None else group.even,

@@ -16,7 +16,7 @@ m, n                0 or 2     rows and columns of a matrix, if there are factor
 scales              0 or more  addresses of the scales of states with codecs; see ``codecs``
 scalar states       1 each     addresses of the 0-d states; 0 where the flags omit one
 jumps               3 each     period, phase and size; padded with 0 in front
-keys                1          address of the random key of stochastic rounding
+random key          1          address of the random key of stochastic rounding
 first               1          position of the first element in the whole parameter
 flags               1          index of the row's flags in ``Table.flag_sets``
 in_norm             1          1 if the gradient is part of the norm, else 0
@@ -206,10 +206,10 @@ class Table:
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if takes_flags else 0
-            keys = 0 if row.keys is None else row.keys.data_ptr()
+            random_key = 0 if row.random_key is None else row.random_key.data_ptr()
             jumps = [n for jump in row.indices.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
-            rows += [keys, row.indices.first, of_flags]
+            rows += [random_key, row.indices.first, of_flags]
             rows += [int(row.in_norm), row.variant, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
             means = row.row_column_means
