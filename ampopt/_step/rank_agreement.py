@@ -38,6 +38,7 @@ class Agreement:
 
     Attributes:
         place: the index of this rank among them.
+        settings: what all ranks have to set alike.
         is_sharded_throughout: whether every parameter is a ``DTensor`` that is sharded over all of
             these ranks. The flag of torch's scaler is then all-reduced already.
     """
@@ -71,7 +72,7 @@ class Agreement:
             step_has_collectives: whether the step itself makes a collective for each ``DTensor``
                 gradient, so that all ranks of a mesh need gradients of the same parameters.
         """
-        self._groups_of_model, self._settings = groups, settings
+        self._groups_of_model, self.settings = groups, settings
         self._names_ranks, self._mesh = names_ranks, mesh
         self._step_has_collectives = step_has_collectives and mesh is not None
         self._replicated = replicated
@@ -152,27 +153,36 @@ class Agreement:
 
     # --- overflow flag, norm and loss ---------------------------------------------------------
 
-    def exchange(
-        self,
-        request: Request,
-        call: ControlPoint,
-        partials: Partials,
-        flag: Tensor | None,
-        must_skip: Tensor | None,
-        device: torch.device,
-        *,
-        present: int,
-    ) -> Tensor:
-        """All-reduce what every rank has found, by one collective on the device.
+    def row_of(self, request: Request, call: ControlPoint, n_gradients: int = 0) -> RankRow:
+        """The row of this rank, without what may change with every call.
 
         Args:
             request: the request of this rank.
             call: the control point of this rank.
-            partials: overflow flags and squared norms of this rank's gradients.
-            flag: a further overflow flag, more than 0 for overflow.
-            must_skip: more than 0 if the accumulation cycle of this rank must be skipped.
+            n_gradients: how many gradients this rank has.
+        """
+        row = row_of(request, call)
+        row[Column.PRESENT] = float(n_gradients > 0)
+        row[Column.PARAMS] = float(self._params)
+        row[Column.CLASSES] = float(self.settings.classes)
+        row[Column.GRADIENTS] = float(n_gradients) if self._step_has_collectives else 0.0
+        return row
+
+    def exchange(
+        self,
+        row: RankRow,
+        results: dict[int, float | Tensor],
+        device: torch.device,
+        *,
+        at_once: bool = False,
+    ) -> Tensor:
+        """All-reduce the rows of all ranks, by one collective on the device.
+
+        Args:
+            row: what :meth:`row_of` returned.
+            results: what may change with every call, by column.
             device: the device on which the step is decided.
-            present: how many gradients this rank has.
+            at_once: whether to compare the rows in this call, though it may synchronize.
 
         Returns:
             The rows of all ranks, equal on every rank: dtype ``widest``, shape (ranks, columns);
@@ -182,20 +192,10 @@ class Agreement:
             RuntimeError: ranks make different requests (where that takes a synchronization, it is
                 raised in a later step), or have different parameters; or the all-reduce failed.
         """
-        row = self._row_of(request, call)
-        row[Column.PRESENT] = float(present > 0)
-        row[Column.GRADIENTS] = float(present) if self._step_has_collectives else 0.0
-        results = local_results(request, partials, flag, must_skip, self._settings, device)
-        host_sees = backend_for(device).host_sees
-        if host_sees:
-            for column, result in results.items():
-                row[column] = float(result)
-        rows = self._rows.matrix(row, device)
-        if not host_sees:
-            for column, result in results.items():
-                rows[self.place, column] = result
+        rows = self._rows.matrix(row, results, device)
         self._all_reduce(rows, self._groups)
-        self._comparison.compare(rows, row, self._ranks, self._settings, at_once=host_sees)
+        at_once = at_once or backend_for(device).host_sees
+        self._comparison.compare(rows, row, self._ranks, self.settings, at_once=at_once)
         return rows
 
     def rank_flags(self, overflows: Tensor) -> RankFlags:
@@ -219,7 +219,7 @@ class Agreement:
         """
         row = row_of(Request(), ControlPoint.NONE)
         row[Column.RAISED] = 1.0
-        self._post(self._rows.matrix(row, device))
+        self._post(self._rows.matrix(row, {}, device))
 
     def closures(
         self,
@@ -247,27 +247,20 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`exchange`.
         """
-        row = self._row_of(Request(), ControlPoint.CLOSURE)
+        row = self.row_of(Request(), ControlPoint.CLOSURE)
         row[Column.EVALUATION] = float(evaluation)
         row[Column.MAX_REPLAYS] = float(max_replays)
         row[Column.RAISED] = float(raised)
-        rows = self._rows.matrix(row, device)
-        rows[self.place, Column.LEFT_OUT] = self._settings.left_out()
-        rows[self.place, Column.OVERFLOW] = float(not finite)
+        results: dict[int, float | Tensor] = {
+            Column.OVERFLOW: float(not finite),
+            Column.LEFT_OUT: self.settings.left_out(),
+        }
         if raised:
-            self._post(rows)
+            self._post(self._rows.matrix(row, results, device))
             return True, True
-        self._all_reduce(rows, self._groups)
-        self._comparison.compare(rows, row, self._ranks, self._settings, at_once=True)
+        rows = self.exchange(row, results, device, at_once=True)
         not_finite, raises = rows[:, [Column.OVERFLOW, Column.RAISED]].sum(0).tolist()
         return not_finite == 0, raises > 0
-
-    def _row_of(self, request: Request, call: ControlPoint) -> RankRow:
-        """The row of this rank, with what it knows of parameters and optimizers."""
-        row = row_of(request, call)
-        row[Column.PARAMS] = float(self._params)
-        row[Column.CLASSES] = float(self._settings.classes)
-        return row
 
     # --- sums of rules ----------------------------------------------------------------------------
 
@@ -375,13 +368,13 @@ def _digest(params: Iterable[Any]) -> int:
 def decision_all_reduce(
     agreement: Agreement | None,
     request: Request,
-    present: int,
+    n_gradients: int,
     call: ControlPoint = ControlPoint.CHECK,
 ) -> "DecisionAllReduce | None":
     """The all-reduce of ``request``; ``None`` on one rank, or if nothing is to be all-reduced."""
     if agreement is None or not request.needs_agreement:
         return None
-    return DecisionAllReduce(agreement, request, present, call)
+    return DecisionAllReduce(agreement, request, n_gradients, call)
 
 
 @dataclass
@@ -391,14 +384,14 @@ class DecisionAllReduce:
     Attributes:
         agreement: the ranks that take part.
         request: the request of this rank.
-        present: how many gradients this rank has; 1 where only "some" is known.
+        n_gradients: how many gradients this rank has; 1 where only "some" is known.
         call: the control point of this rank.
         rows: what :meth:`Agreement.exchange` returned; ``None`` before the call.
     """
 
     agreement: Agreement
     request: Request
-    present: int = 1
+    n_gradients: int = 1
     call: ControlPoint = ControlPoint.CHECK
     rows: Tensor | None = None
 
@@ -442,14 +435,15 @@ class DecisionAllReduce:
             One flag, one squared norm if ``partials`` has any, and the mean of the losses that
             ranks passed if a cause needs the loss.
         """
-        rows = self.agreement.exchange(
-            self.request, self.call, partials, flag, must_skip, device, present=self.present
-        )
-        self.rows, overflows = rows, rows[:, Column.OVERFLOW]
-        by_ranks = (self.agreement.rank_flags(overflows),)
+        agreement, request = self.agreement, self.request
+        row = agreement.row_of(request, self.call, self.n_gradients)
+        results = local_results(request, partials, flag, must_skip, agreement.settings, device)
+        self.rows = rows = agreement.exchange(row, results, device)
+        overflows = rows[:, Column.OVERFLOW]
+        by_ranks = (agreement.rank_flags(overflows),)
         squares = None if partials.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
         loss = None
-        if any(cause.needs_loss for cause in self.request.causes):
+        if any(cause.needs_loss for cause in request.causes):
             loss = rows[:, Column.LOSS].sum() / rows[:, Column.GIVES_LOSS].sum()
         if backend_for(device).host_sees:
             overflowed = any(overflows.tolist())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.rank_settings import RankSettings, digest
+from ampopt.backend import backend_for
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
 from ampopt_kernels.step_data import Partials, Request
@@ -161,15 +162,34 @@ class RowsOnDevices:
         self._ranks, self._place = ranks, place
         self._cached_matrices: dict[tuple[Any, ...], Tensor] = {}  # by device and row
 
-    def matrix(self, row: RankRow, device: torch.device) -> Tensor:
-        """A new matrix on ``device``: ``row``, and 0 in all other rows. Does not synchronize."""
-        if device.type == "cpu":
+    def matrix(
+        self, row: RankRow, results: dict[int, float | Tensor], device: torch.device
+    ) -> Tensor:
+        """A new matrix on ``device`` with the row of this rank, and 0 in all other rows.
+
+        Does not synchronize.
+
+        Args:
+            row: the row of this rank.
+            results: numbers in place of those of ``row``, by column: those that change with every
+                call, and those that are on the device.
+            device: the device of the matrix.
+        """
+        if backend_for(device).host_sees:
+            row = list(row)
+            for column, result in results.items():
+                row[column] = float(result)
             matrix = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
             matrix[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
             return matrix
-        if captures(device):
-            # A graph reads the matrix in each replay, so it must not be a cached one.
-            return self._new_matrix(row, device)
+        # A graph reads the matrix in each replay, so it must not be a cached one.
+        matrix = self._new_matrix(row, device) if captures(device) else self._copy(row, device)
+        for column, result in results.items():
+            matrix[self._place, column] = result
+        return matrix
+
+    def _copy(self, row: RankRow, device: torch.device) -> Tensor:
+        """A copy of a cached matrix, which is made if it is missing."""
         key = device, *row
         if key not in self._cached_matrices:
             if len(self._cached_matrices) >= _MAX_CACHED:
