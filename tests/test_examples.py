@@ -370,6 +370,11 @@ def test_sam(run):
     assert verdict == "SAM in float16 reached float32's accuracy within 2 points"
 
 
+def test_masters_on_the_host(run):
+    said = output(run("masters_on_the_host.py"))
+    assert said == "2 of 3 steps uploaded, scale 32768\n"
+
+
 def test_sam_in_two_calls(run):
     said = output(run("sam_in_two_calls.py"))
     found = re.fullmatch(r"loss from (\S+) to (\S+), scale 2\^(\d+)\n", said)
