@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import runpy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.optimizers import Plain
-from support.readme import blocks, run
+from support.readme import ROOT, run
 from support.schedules_of_others import FLOAT32_MAX, SYSTEMS, DeepSpeed, histories
 
 import ampopt
@@ -229,39 +230,37 @@ def test_megatrons_masters_and_states_continue_as_in_megatron(step_in, names):
 @pytest.mark.parametrize("base", [ampopt.SGD, AdamW, Plain])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)], ids=str)
 def test_the_recipe_for_sam_skips_an_overflow_of_either_gradient(base, bad):
-    """The loop of the guide, in whose second pass the gradients ``bad`` of the two overflow."""
-    guide = blocks()["Sharpness-aware minimization in two calls"]
-    loop = guide[guide.index("for _ in range(10):") : guide.index("print(")]
+    """The step of the example, in whose second call the gradients ``bad`` of the two overflow."""
+    sam_step = runpy.run_path(str(ROOT / "examples" / "sam_in_two_calls.py"))["sam_step"]
     results = []
     for scaled in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
+        model: Any = torch.nn.Linear(3, 2)
         optimizer = base(model.parameters(), lr=0.25)
         params, evaluations = list(model.parameters()), itertools.count()
         scale: Any = ampopt.DynamicLossScale(init_scale=2.0**4) if scaled else None
-        names = {"torch": torch, "model": model, "optimizer": optimizer, "scale": scale}
 
-        def backward(names=names, evaluations=evaluations, scaled=scaled):
-            names["optimizer"].zero_grad()
-            loss = names["model"](torch.eye(3)).square().sum()
-            ampopt.scale_outputs(loss, names["scale"]).backward()
-            if scaled and next(evaluations) - 2 in bad:
-                names["model"].bias.grad[0] = float("inf")
+        def backward(scale, model=model, optimizer=optimizer, evaluations=evaluations):
+            optimizer.zero_grad()
+            loss = model(torch.eye(3)).square().sum()
+            ampopt.scale_outputs(loss, scale).backward()
+            if scale is not None and next(evaluations) - 2 in bad:
+                model.bias.grad[0] = float("inf")
 
         if scaled:
-            names["backward"] = backward
-            exec(loop, names)
-            assert names["scale"].item() == (2.0**3 if 1 in bad else 2.0**4)
+            for _ in range(10):
+                scale = sam_step(optimizer, params, backward, scale)
+            assert scale.item() == (2.0**3 if 1 in bad else 2.0**4)
         else:  # a first gradient that overflows moves nothing, a second one skips the step
             for i in range(10):
-                backward()
+                backward(None)
                 weights = [p.detach().clone() for p in params]
                 grads = [p.grad for p in params if p.grad is not None]
                 norm = torch.nn.utils.get_total_norm(grads)
                 if i != 1 or 0 not in bad:
                     for p, grad in zip(params, grads, strict=True):
                         p.data += grad * 0.05 / norm
-                backward()
+                backward(None)
                 for p, weight in zip(params, weights, strict=True):
                     p.data.copy_(weight)
                 if i != 1 or 1 not in bad:
