@@ -544,10 +544,11 @@ def _step_scaled_gradients(
             f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
         )
     cycle = ours.accumulation.cycle
-    attempt = ours.attempt if cycle is None else ours.attempt_with_sums
     if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
         return StepResult(optimizer.step(), ours.flag(None), None)
-    decision, result, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    request = request_for(scale, max_norm=max_norm, write=write)
+    outcome = ours.attempt(request) if cycle is None else ours.attempt_with_sums(request, scale)
+    decision, result, _ = outcome
     if decision is None:
         ours.warn_without_gradients()
     next_scale = next_scale_of(scale, decision)

@@ -190,8 +190,12 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     # --- with unscaled gradients, or sums ---------------------------------------------------------
 
-    def attempt_with_sums(self, request: Request) -> StepOutcome:
-        """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches."""
+    def attempt_with_sums(self, request: Request, scale: AnyScale | None) -> StepOutcome:
+        """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches.
+
+        If the step raises, the sums are pending, as after ``unscale``.
+        """
+        self.check_step()
         self.check_gradients()
         decision = self._end_cycle(replace(request, max_norm=None))  # the step clips
         found_inf = None if decision is None else decision.found_inf
@@ -203,9 +207,13 @@ class StepStrategy(RefersToOptimizer, ABC):
             earlier_decision=decision,
         )
         try:
-            return self.attempt(step)._replace(decision=decision)
-        finally:
-            self.accumulation.restore_gradients()
+            outcome = self.attempt(step)
+        except BaseException:
+            if self.accumulation.swapped_in:  # else a hook has raised after the step
+                self._start_pending(scale, decision)
+            raise
+        self.accumulation.restore_gradients()
+        return outcome._replace(decision=decision)
 
     def end_cycle_in_plain_step(self, *, has_closure: bool) -> None:
         """Have the plain ``step()`` that has begun step with the sums, or skip if one overflowed.
@@ -240,7 +248,11 @@ class StepStrategy(RefersToOptimizer, ABC):
         if has_sums or scale is None:  # then no unscale has filled the masters
             self.needs_torch()
             self.masters.copy_gradients(gradients.params_with_grads(groups))
-        next_scale = next_scale_of(scale, decision)
+        return self._start_pending(scale, decision)
+
+    def _start_pending(self, scale: AnyScale | None, decision: Decision | None) -> Pending:
+        """Have the gradients wait for a step, as ``decision`` about them says."""
+        next_scale, groups = next_scale_of(scale, decision), self.optimizer.param_groups
         return self.phase.start(groups, self.flag(decision), scale, next_scale, decision)
 
     def unscale(self, request: Request) -> Decision | None:

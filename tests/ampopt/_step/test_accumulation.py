@@ -406,6 +406,44 @@ def test_a_call_that_fails_may_be_repeated(monkeypatch):
     assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
+def test_a_step_whose_hook_raises_may_be_repeated(cls):
+    param = Parameter(torch.zeros(2))
+    optimizer = cls([param], lr=0.5)
+    for grad in (1.0, 2.0):
+        param.grad = torch.full((2,), grad)
+        if grad == 1.0:
+            optimizer.accumulate(grads_scaled_by=1.0)
+    handle = optimizer.register_step_pre_hook(raises)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="an unscale is pending"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert param.grad is not None
+    assert param.grad.tolist() == [3.0, 3.0]
+    assert not optimizer.step_after_unscale().skipped
+    assert param.tolist() == [-1.5, -1.5]
+
+
+def raises(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_step_that_the_optimizer_refuses_leaves_the_sums():
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.ScheduleFreeAdamW([param])
+    param.grad = torch.full((2,), 1.0)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match=r"train\(\)"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    optimizer.train()
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert param.grad is None
+    assert (param != 1).all()
+
+
 def test_accumulate_does_not_use_up_the_scale():
     params = params_of()
     optimizer = ampopt.AdamW(params)
