@@ -172,7 +172,7 @@ class RuleRows:
         scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
         if complete is not None:
             states = tuple([state[name] for name, _ in variant.states])
-            row = ParamRow(grad_dtype, param.detach(), states, None, None, scalars, flags)
+            row = ParamRow(grad_dtype, param, states, None, None, scalars, flags)
             if rule.draws:
                 row.indices = self._drawn_indices(param, param)
             return row

@@ -99,11 +99,11 @@ def _span(tensor: Tensor) -> int:
 def all_have_memory(tensors: list[Tensor]) -> bool:
     """Whether the storages of strided ``tensors`` hold all of their elements: none was freed."""
     have = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
-    enough = all(map(operator.le, map(_nbytes, tensors), have))
-    if enough and not any(map(Tensor.storage_offset, tensors)):
-        if all(map(Tensor.is_contiguous, tensors)):
-            return True
-    return all(map(_has_memory, tensors))
+    sizes = _extents(tensors)
+    if any(map(Tensor.storage_offset, tensors)):
+        before = (t.storage_offset() * t.element_size() for t in tensors)
+        sizes = [size and size + skipped for size, skipped in zip(sizes, before, strict=True)]
+    return all(map(operator.le, sizes, have))
 
 
 def was_freed(tensor: Tensor) -> bool:
@@ -112,21 +112,18 @@ def was_freed(tensor: Tensor) -> bool:
     return not of_storage and bool(tensor.numel()) and not tensor.is_meta
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the storage of a strided ``tensor`` holds all of its elements."""
-    if not tensor.numel():
-        return True
-    end = (tensor.storage_offset() + _span(tensor)) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end
+def _extents(tensors: list[Tensor]) -> list[int]:
+    """Bytes from the first to the last element of each of strided ``tensors``; 0 without any."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return list(map(_nbytes, tensors))
+    return [_span(t) * t.element_size() if t.numel() else 0 for t in tensors]
 
 
 def may_overlap(tensors: list[Tensor]) -> bool:
     """Whether the address ranges of two of ``tensors``, strided, overlap."""
     if len(tensors) < 2:
         return False
-    starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors))
-    if not all(map(Tensor.is_contiguous, tensors)):
-        sizes = [end - start for start, end in map(address_range, tensors)]
+    starts, sizes = list(map(Tensor.data_ptr, tensors)), _extents(tensors)
     ends = sorted(compress(map(operator.add, starts, sizes), sizes))  # of ranges with elements
     starts = sorted(compress(starts, sizes))
     # Else as many ranges end before each start as begin before it, so none goes on.

@@ -36,6 +36,8 @@ MISFIT = 2
 CHECKS = 200
 """Calls of :meth:`IdentityGuard.unchanged` that run in Python before the compiler is started: about
 a hundred steps."""
+_ROOM = 1 << 8
+"""Numbers for which there is room in an array of layouts, before it is known how many there are."""
 _LOWEST = 19
 """Niceness of a compiler that takes idle processor time alone. Where torch has a thread on every
 core, one that takes its share of a core makes all of them wait."""
@@ -256,12 +258,13 @@ class LayoutGuard:
         That is two arrays: where the layout of each tensor begins, and the numbers of all layouts.
         """
         library = loops.loaded
-        self._begins = array("q", bytes(8 * self._n))
-        begins = self._begins.buffer_info()[0]
-        if library is not None and (n := library.describe(tensors, begins, None, 0)) >= 0:
+        self._begins, self._numbers = array("q", bytes(8 * self._n)), array("q")
+        begins, n = self._begins.buffer_info()[0], _ROOM
+        while library is not None and len(self._numbers) < n:
             self._numbers = array("q", bytes(8 * n))
-            self._described = begins, self._numbers.buffer_info()[0]
-            library.describe(tensors, *self._described, n)
+            to = begins, self._numbers.buffer_info()[0]
+            n = library.describe(tensors, *to, n)
+            self._described = to if n >= 0 else None
 
     def read(self, tensors: list[Any], *, of_gradients: bool = False) -> tuple[array, bytearray]:
         """Compare the layout of each of ``tensors`` with that of the stored tensor at its index.
