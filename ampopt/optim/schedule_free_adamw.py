@@ -134,6 +134,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             to_z = 1 - beta1 if train else 1 - 1 / beta1
             for param, full in self.params_and_masters(group):
                 if (z := self.state.get(param, {}).get("z")) is not None:
-                    full.lerp_(z, to_z)
+                    # z is float32 for parameters that are rounded at random.
+                    full.copy_(full.to(z.dtype).lerp_(z, to_z))
                     if full is not param:
                         param.copy_(full)

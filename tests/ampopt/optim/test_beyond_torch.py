@@ -306,6 +306,21 @@ def test_modes_of_a_schedule_free_optimizer_are_the_line_through_z(masters):
     assert bits(param) == bits(full.to(dtype))
 
 
+def test_modes_of_a_schedule_free_optimizer_whose_parameters_are_rounded_at_random():
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = ampopt.ScheduleFreeAdamW([param], lr=0.5, param_rounding="stochastic")
+    param.grad = torch.ones(3, dtype=torch.bfloat16)
+    for _ in range(3):
+        optimizer.step()
+    y, z = param.detach().float(), optimizer.state[param]["z"]
+    assert z.dtype == torch.float32
+    optimizer.eval()
+    assert bits(param) == bits(torch.lerp(y, z, 1 - 1 / 0.9).to(torch.bfloat16))
+    x = param.detach().float()
+    optimizer.train()
+    assert bits(param) == bits(torch.lerp(x, z, 1 - 0.9).to(torch.bfloat16))
+
+
 def test_rules_that_are_new_at_each_call_are_not_kept():
     param = Parameter(torch.ones(3))
     optimizer = ampopt.SGD([param], lr=0.5)
