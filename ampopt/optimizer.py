@@ -527,7 +527,7 @@ def _step_scaled_gradients(
     ours.phase.refuse_pending("unscale_and_step")
     scale = ours.scale(grads_scaled_by)
     if max_norm is not None:
-        check_max_norm(max_norm)
+        max_norm = check_max_norm(max_norm)
     write = write and scale is not None
     if closure is not None:
         return closures.step_with_closure(

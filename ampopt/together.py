@@ -67,7 +67,7 @@ def unscale_and_step(
     stepped.
     """
     optimizers = _checked_optimizers(optimizers)
-    check_max_norm(max_norm)
+    max_norm = check_max_norm(max_norm)
     process_group = _common_group(optimizers) if process_group is None else process_group
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = _device_of(optimizers)

@@ -156,16 +156,18 @@ def check_scale_number(value: Any, name: str = "the loss scale") -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
 
 
-def check_max_norm(max_norm: Any) -> None:
-    """Refuse a value that cannot be a norm to clip to.
+def check_max_norm(max_norm: Any) -> float | None:
+    """``max_norm`` as a float, or ``None``.
 
     Raises:
         ValueError: ``max_norm`` is neither ``None`` nor a number that is 0 or more.
     """
     if max_norm is None:
-        return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        return None
+    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+    if not is_number or not max_norm >= 0:
         raise ValueError(f"max_norm must be a number, 0 or more, or None, got {max_norm!r}")
+    return _as_float("max_norm", max_norm)
 
 
 def check_flag(found_inf: Any) -> float | Tensor:

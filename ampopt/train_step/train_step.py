@@ -139,7 +139,7 @@ class TrainStep:
             check_count("batches_per_step", batches_per_step)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        check_max_norm(max_norm)
+        max_norm = check_max_norm(max_norm)
         if on_gradients is not None and max_norm is not None:
             raise ValueError(
                 "max_norm cannot be combined with on_gradients: clip there, by torch.nn.utils."

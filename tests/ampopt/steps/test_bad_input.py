@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, cast
 
 import numpy as np
@@ -240,6 +241,19 @@ def test_a_norm_that_nothing_can_be_clipped_to(cls, closure, scale, bad):
         param,
         optimizer,
     )
+
+
+@pytest.mark.parametrize(
+    "max_norm", [np.float32(1.0), Fraction(1), 10**400], ids=lambda n: type(n).__name__
+)
+def test_a_norm_that_is_a_number_of_any_type(max_norm):
+    results = []
+    for norm in (max_norm, INF if max_norm > 1 else 1.0):
+        param, optimizer = trained(ampopt.SGD)
+        param.grad = torch.full((3,), 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=norm)
+        results.append(everything(optimizer))
+    assert results[0] == results[1]
 
 
 # --- gradients ------------------------------------------------------------------------------------
