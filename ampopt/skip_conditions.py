@@ -1,7 +1,7 @@
 """``skip_when``: skip steps with an unusual gradient norm or loss, decided on the device."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +159,8 @@ class skip_when:
 
         Raises:
             TypeError: ``state_dict`` is not a dict.
-            ValueError: ``state_dict`` is of other limits. Nothing has changed then.
+            ValueError: ``state_dict`` is of other limits, or has something else than numbers.
+                Nothing has changed then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -169,14 +170,9 @@ class skip_when:
                 f"the state of this skip_when has exactly the entries {sorted(own)}, "
                 f"got {sorted(map(str, state_dict))}"
             )
+        loaded = {what: _numbers(state_dict[what], len(own[what])) for what in own}
         for what, numbers in own.items():
-            saved = state_dict[what]
-            if not isinstance(saved, Sequence) or len(saved) != len(numbers):
-                raise ValueError(
-                    f"statistics of earlier steps must have {len(numbers)} numbers, got {saved!r}"
-                )
-        for what, numbers in own.items():
-            numbers.copy_(torch.tensor(state_dict[what], dtype=torch.float64))
+            numbers.copy_(loaded[what])
 
     # --- what a step reads ------------------------------------------------------------------------
 
@@ -256,6 +252,16 @@ class skip_when:
         self.optimizer = optimizer
         observers = optimizer._ampopt.observers
         observers.causes = (*observers.causes, self)
+
+
+def _numbers(saved: Any, n: int) -> Tensor:
+    """The saved statistics as ``n`` float64 numbers, else a ``ValueError``."""
+    try:
+        return torch.as_tensor(saved, dtype=torch.float64, device="cpu").view(n)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"statistics of earlier steps must have {n} numbers, got {saved!r}"
+        ) from None
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -55,7 +55,8 @@ class Observers(RefersToOptimizer):
                 raise RuntimeError(
                     "skip_when(loss=...) needs the loss of the step: pass it to the control "
                     "point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
-                    "ampopt.TrainStep"
+                    "ampopt.TrainStep. A step of several optimizers has no loss=, and skip_when "
+                    "can limit only its norm"
                 )
             if ranks.are_several():
                 raise RuntimeError(

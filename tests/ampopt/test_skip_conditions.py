@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import statistics
 from typing import Any
 
@@ -437,6 +438,24 @@ def test_a_run_resumes_from_a_state_loaded_with_weights_only():
     assert resumed.state_dict() == handle.state_dict()
     give(param, 3.0, 1.0)
     assert other.unscale_and_step(grads_scaled_by=1.0).skipped
+
+
+def test_a_state_that_is_wrong_in_one_entry_changes_no_other():
+    optimizer, _ = made()
+    handle = ampopt.skip_when(optimizer, norm_deviations=3.0, loss_deviations=3.0)
+    before = handle.state_dict()
+    for wrong in (["a"] * 3, [1.0], [1.0, None, 1.0], 1.0, "abc", None):
+        with pytest.raises(ValueError, match=f"must have 3 numbers, got {re.escape(repr(wrong))}"):
+            handle.load_state_dict({"norm": [1.0] * 3, "loss": wrong})
+        assert handle.state_dict() == before
+
+
+def test_several_optimizers_are_given_no_loss_to_test():
+    optimizer, param = made()
+    ampopt.skip_when(optimizer, loss=2.0)
+    give(param, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match="several optimizers has no loss="):
+        ampopt.unscale_and_step([optimizer], grads_scaled_by=1.0)
 
 
 def test_wrong_arguments_are_refused():
