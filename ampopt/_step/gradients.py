@@ -215,6 +215,6 @@ def offenders(
             continue
         values = values_of(tensor)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-        unscaled_values = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
+        unscaled_values = values.to(dtype) * torch.tensor(inverse, dtype=dtype, device="cpu")
         if not bool(unscaled_values.isfinite().all()):
             yield name_of(param_groups, param)

@@ -422,7 +422,9 @@ class Watch:
                 owners += [len(places)] * len(own)
                 places.append(place[1])
         where = self._statistics.by_device[device].numbers.device
-        numbers = (torch.tensor(x, dtype=torch.int64) for x in (chunks, owners, places))
+        numbers = (
+            torch.tensor(x, dtype=torch.int64, device="cpu") for x in (chunks, owners, places)
+        )
         made = Chunks(*(to_device(x, where) for x in numbers))
         self._chunks[device] = replace(report, flags=[], measures=None), made
         return made
@@ -500,7 +502,7 @@ def _memory(device: torch.device) -> torch.device:
 def _numbers(name: str, entry: Any, *shape: int) -> Tensor:
     """``entry``, the entry ``name`` of a state dict, as a float64 tensor of ``shape``."""
     try:
-        return torch.tensor(entry, dtype=torch.float64).view(shape)
+        return torch.tensor(entry, dtype=torch.float64, device="cpu").view(shape)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the entry {name} of the saved watch is invalid: {error}") from None
 

@@ -19,6 +19,20 @@ pytestmark = [
 ]
 
 
+def observed(default: str) -> Any:
+    param = Parameter(torch.linspace(-1.0, 1.0, 3))
+    optimizer = ampopt.SGD([("weight", param)])
+    watch = ampopt.Watch(optimizer)
+    condition = ampopt.skip_when(optimizer, norm_deviations=2.0)
+    with torch.device(default):
+        for number in (1.0, float("inf"), 2.0):
+            param.grad = torch.full_like(param, number)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        for each in (watch, condition):
+            each.load_state_dict(each.state_dict())
+    return watch.read(), watch.state_dict(), condition.state_dict()
+
+
 def trained(cls: Any, default: str) -> Any:
     params = [Parameter(torch.linspace(-1.0, 1.0, n).reshape(n, 1)) for n in (3, 5)]
     numbers = [[torch.full_like(p, x) for p in params] for x in (2.0, float("inf"), 1.0, 0.5)]
@@ -45,3 +59,7 @@ def trained(cls: Any, default: str) -> Any:
 )
 def test_steps_are_taken_where_the_parameters_are(cls):
     assert trained(cls, "meta") == trained(cls, "cpu")
+
+
+def test_statistics_are_kept_where_the_parameters_are():
+    assert observed("meta") == observed("cpu")
