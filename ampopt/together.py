@@ -63,8 +63,7 @@ def unscale_and_step(
         ValueError: ``optimizers`` is empty; an optimizer or a parameter occurs twice; an argument
             is out of range; the process groups differ, or one is without this rank.
 
-    An error changes nothing, unless a step or a hook raised it: then earlier optimizers have
-    stepped.
+    An error changes nothing, unless a step or hook raised it: then earlier optimizers have stepped.
     """
     optimizers = _checked_optimizers(optimizers)
     max_norm = check_max_norm(max_norm)
