@@ -190,6 +190,14 @@ def test_what_is_not_contiguous_or_not_real_is_told_apart_too(one, other):
     assert fits(LayoutGuard([one]), [other]) == [2]
 
 
+def test_hundreds_of_layouts_are_told_apart():
+    tensors = [torch.zeros(n) for n in range(1, 301)]
+    guard = LayoutGuard(tensors)
+    assert fits(guard, tensors) == [1] * 300
+    assert fits(guard, tensors[::-1]) == [2] * 300
+    assert fits(guard, [*tensors[:299], tensors[0]]) == [1] * 299 + [2]
+
+
 @pytest.mark.parametrize("what", CHANGED)
 def test_none_fits_and_the_others_are_compared(what):
     first, *others = example()
