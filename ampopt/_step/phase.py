@@ -98,7 +98,7 @@ class Phase:
         over.
         """
         if self._pending is not None and self._pending.is_cleared:
-            self._drop()
+            self.forget()
         return self._pending
 
     @pending.setter
@@ -137,8 +137,8 @@ class Phase:
         self._accumulation.discard()
         self._masters.drop_gradients()
 
-    def _drop(self) -> None:
-        """Forget an unscale whose gradients are gone, and what it has put on masters."""
+    def forget(self) -> None:
+        """Drop an unscale, with what it has put on masters; ``p.grad`` stays as it is."""
         self._pending = None
         self._masters.drop_gradients()
         self._accumulation.restore_gradients(keep_present=True)
@@ -155,7 +155,7 @@ class Phase:
         if self._pending is None:
             return
         if not self._pending.is_left:
-            self._drop()
+            self.forget()
             return
         raise RuntimeError(
             f"{call}: an unscale is pending. Call step_after_unscale() first, to step with the "

@@ -57,8 +57,8 @@ class GradScaler(scheduled.ScheduledScaler):
     * :attr:`skipped` says whether the last step was skipped;
     * for an optimizer without gradients, ``step`` does nothing, where torch raises an error, and
       the scale does not grow by it;
-    * :meth:`discard` drops an unscale without a step, and so does an ampopt optimizer's
-      ``zero_grad()``;
+    * :meth:`discard` drops an unscale without a step, and so do an ampopt optimizer's
+      ``zero_grad()`` and :meth:`load_state_dict`;
     * a wrapper that has the same ``param_groups`` list as its optimizer counts as that optimizer;
     * of torch's private attributes, only ``_scale`` is kept up to date;
     * user mistakes raise ``RuntimeError``, ``TypeError`` or ``ValueError``, not ``AssertionError``.
@@ -309,7 +309,7 @@ class GradScaler(scheduled.ScheduledScaler):
                     scale = scheduled.with_settings(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
-                record.holder._ampopt.phase.pending = None
+                record.holder._ampopt.phase.forget()
         # If this iteration had no steps, those of the last.
         self._stepped_records = self._last_steps()
         self._records = []
@@ -375,8 +375,9 @@ class GradScaler(scheduled.ScheduledScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state dict of this class or of ``torch.amp.GradScaler``, and end the iteration.
 
-        Settings that torch's state does not have, such as ``min_scale``, stay as they are. Does
-        nothing if the scaler is disabled.
+        Gradients that :meth:`unscale_` has unscaled are dropped, as by :meth:`discard`. Settings
+        that torch's state does not have, such as ``min_scale``, stay as they are. Does nothing if
+        the scaler is disabled.
 
         Args:
             state_dict: what :meth:`state_dict` of either class returned.
@@ -387,6 +388,7 @@ class GradScaler(scheduled.ScheduledScaler):
                 scale. Nothing has changed then.
         """
         super().load_state_dict(state_dict)
+        self.discard()
         self._records, self._replicas = [], {}
 
     def __getstate__(self) -> dict[str, Any]:

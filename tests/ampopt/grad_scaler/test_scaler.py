@@ -233,6 +233,46 @@ def test_update_drops_an_unscale_without_a_step_but_counts_its_overflow():
     scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_update_drops_an_unscale_from_masters_and_sums_too(options, accumulates):
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16 if options else None))
+    optimizer = ampopt.SGD([weight], lr=1.0, **options)
+    scaler = scaler_at(4.0, GradScaler)
+    if accumulates:
+        scaler.scale(weight).backward()
+        optimizer.accumulate(scaler.loss_scale)
+    scaler.scale(weight).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert optimizer.pending is None
+    weight.grad = None
+    assert weight.grad_dtype == weight.dtype
+    scaler.scale(3 * weight).backward()
+    scaler.step(optimizer)
+    assert weight.item() == -2.0
+    assert weight.grad.item() == 3.0
+
+
+@each_kind
+def test_loading_drops_an_unscale_without_a_step(cls):
+    """The state is of another moment than the gradients."""
+    optimizer, params = made(cls)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, INF)
+    scaler.unscale_(optimizer)
+    scaler.load_state_dict(scaler_at(8.0, GradScaler).state_dict())
+    scaler.step(optimizer)  # with gradients of zero, or without
+    scaler.update()
+    assert not scaler.skipped
+    give(optimizer, 1.0, 8.0)
+    scaler.step(optimizer)
+    assert not scaler.skipped
+    assert all((p.grad == 1.0).all() for p in params)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
 # --- disabled ------------------------------------------------------------------------------------
 
 
