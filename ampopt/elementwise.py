@@ -162,6 +162,8 @@ class ElementwiseOptimizer(Optimizer):
             self.check_step()
             if ours.accumulation.cycle is not None:
                 ours.end_cycle_in_plain_step(has_closure=closure is not None)
+            if closure is not None and ours.step_request is None:
+                ours.phase.refuse_pending("step(closure)")
             loss = call_closure(closure)
             request = ours.step_request if handoff is None else handoff.request
             if request is None and (pending := ours.phase.pending) is not None:

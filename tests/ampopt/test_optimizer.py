@@ -154,8 +154,8 @@ def test_a_plain_step_does_not_wait_for_the_flag_it_follows(param, monkeypatch):
     assert bits(param) == before
 
 
-@pytest.mark.parametrize("cls", [ampopt.LBFGS, Plain])
-def test_an_ordinary_step_with_a_closure_is_refused_between_unscale_and_step(cls, param):
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.LBFGS, Plain])
+def test_a_step_with_a_closure_is_refused_between_unscale_and_step(cls, param):
     optimizer = cls([param])
     optimizer.unscale(grads_scaled_by=2.0)
     before = everything(optimizer)
