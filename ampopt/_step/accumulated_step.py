@@ -52,7 +52,8 @@ def end_cycles(
         The decision on all cycles; ``None`` if there is nothing to decide.
 
     Raises:
-        RuntimeError: a parameter was resized or moved since its cycle began.
+        RuntimeError: a parameter was resized or moved since its cycle began. Nothing has changed
+            then.
         TypeError: a gradient is sparse. Nothing has changed then.
     """
     sums: list[Accumulation] = [ours.accumulation for ours in strategies]
@@ -60,6 +61,8 @@ def end_cycles(
     reads_wide = [not ours.needs_torch() for ours in strategies]
     groups = [group for each in sums for group in each.groups]
     refuse_sparse(groups)
+    for each in sums:  # before a cycle is closed
+        each.check_sums()
     uploads, whole = sums[0].uploads, request
     request = replace(
         request, max_norm=None, write=False, apply=False, measure=False, causes=(), loss=None

@@ -141,6 +141,7 @@ class Accumulation(RefersToOptimizer):
             ValueError: ``drop`` differs from that of an earlier call. Nothing has changed then.
         """
         refuse_sparse(self.groups)
+        self.check_sums()
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
         n_present = len(gradients.present(self.groups))
@@ -185,7 +186,6 @@ class Accumulation(RefersToOptimizer):
         """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
         present = gradients.params_with_grads(self.groups)
         decision = reject = None
-        self._check_sums(cycle)
         checks_first = cycle.drop == "micro_batch"
         if checks_first or not present:
             decision = check_and_unscale(
@@ -246,13 +246,13 @@ class Accumulation(RefersToOptimizer):
             self._sums[param] = total = dtensor.from_local_like(total, param)
         return total
 
-    def _check_sums(self, cycle: AccumulationCycle) -> None:
-        """Refuse sums of parameters that were resized or moved during the cycle.
+    def check_sums(self) -> None:
+        """Refuse sums of parameters that were resized or moved during the open cycle.
 
         Raises:
             RuntimeError: a parameter was resized or moved. Nothing has changed then.
         """
-        for _, param, owner in cycle.params.values():
+        for _, param, owner in () if self.cycle is None else self.cycle.params.values():
             total = self._sums[param]
             if not _is_placed_like(total, param):
                 raise RuntimeError(
@@ -289,8 +289,6 @@ class Accumulation(RefersToOptimizer):
             all_reduce = decision_all_reduce(agreement, request, n_present, call)
         if all_reduce is not None or gradients.present(self.groups):
             self._add(cycle, request, all_reduce)
-        else:
-            self._check_sums(cycle)
         cycle.skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
         return cycle
 

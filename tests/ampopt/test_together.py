@@ -279,6 +279,20 @@ def test_after_a_refused_call_the_sums_are_kept():
     assert params[0].tolist() == [0.0, -2.0]
 
 
+def test_a_sum_that_no_step_can_use_leaves_the_gradients_of_other_optimizers():
+    optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
+    give(params, [None, None, (4.0, 4.0), None])
+    optimizers[1].accumulate(grads_scaled_by=4.0)
+    give(params, [(4.0, 4.0), None, None, None])
+    params[2].data = torch.ones(3)
+    with pytest.raises(RuntimeError, match="sum of the gradients of group 0, parameter 0 has"):
+        ampopt.unscale_and_step(optimizers, grads_scaled_by=4.0)
+    assert optimizers[0].state_dict()["state"] == {}  # raises between accumulate and the step
+    optimizers[1].zero_grad()
+    ampopt.unscale_and_step(optimizers, grads_scaled_by=4.0)
+    assert params[0].tolist() == [0.0, -2.0]
+
+
 def test_rule_based_optimizers_do_not_synchronize(backend):
     optimizers, params = made([ampopt.Adam, Signed])
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
