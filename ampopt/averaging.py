@@ -226,20 +226,27 @@ def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
 
 
 class _LastSteps:
-    """The overflow flags of the last steps of some optimizers, recorded by step post-hooks."""
+    """The overflow flags of the steps since the last update, recorded by step post-hooks.
+
+    Of each optimizer, the last step; an optimizer that has not stepped since has no flag.
+    """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         """Register a post-hook on each optimizer."""
         self._flags: dict[int, Tensor | None] = {}
+        self._were_read = False
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note)
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step hook: keep the overflow flag of the step that ``optimizer`` has just attempted."""
+        if self._were_read:
+            self._flags, self._were_read = {}, False
         self._flags[id(optimizer)] = optimizer.found_inf
 
     def were_skipped(self, device: torch.device) -> Tensor:
         """Whether all of these steps were skipped: bool, 0-d, on ``device``."""
+        self._were_read = True
         flags = [flag for flag in self._flags.values() if flag is not None]
         if not flags or len(flags) < len(self._flags):  # at least one surely was not
             return torch.zeros((), dtype=torch.bool, device=device)
