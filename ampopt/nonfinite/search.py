@@ -169,6 +169,8 @@ class _Search:
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """A forward hook: ``module`` has run, or raised an error."""
+        if not self._calls or self._calls[-1].module is not module:
+            return  # a pre-hook that ran before ours has raised
         call = self._calls.pop()
         self.result.calls += 1
         self._watch_nodes(output, call)

@@ -323,6 +323,28 @@ def test_an_error_leaves_no_hooks_and_what_was_found_until_then():
     assert found.first is not None and found.first.name == "1.0"
 
 
+def test_a_hook_whose_error_before_a_module_the_parent_catches():
+    class Falls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Explodes(), Explodes()
+
+        def forward(self, x):
+            try:
+                return self.first(x)
+            except KeyError:
+                return self.second(x)
+
+    def refuse(module, args):
+        raise KeyError("mine")
+
+    model = nn.Sequential(nn.Linear(2, 2), Falls())
+    model[1].first.register_forward_pre_hook(refuse)
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1, 2))
+    assert found.first is not None and found.first.name == "1.second" and found.calls == 4
+
+
 def test_a_graph_that_is_run_backward_later_is_no_longer_watched():
     model = nn.Sequential(nn.Linear(4, 4), SteepRoot())
     with ampopt.first_nonfinite(model) as found:
