@@ -78,7 +78,8 @@ class StaticLossScale(LossScale):
             return
         entries = check_entries(self, state_dict, tuple(self._settings()))
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
-        self._take(number, drop, self._placed)
+        if self._number != 1.0 or number == 1.0:
+            self._take(number, drop, self._placed)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
