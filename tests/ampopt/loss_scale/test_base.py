@@ -87,7 +87,7 @@ class TestValueSemantics:
     def test_protocol_of_a_dynamic_scale(self):
         scale = DynamicLossScale(growth_interval=3, growth_offsets=(2, 1), hysteresis=2)
         assert scale.drop_overflow_update is True
-        assert scale._policy == (2.0, 0.5, 5.0, 4.0, 2.0, 1.0, 0.0, FLOOR, math.inf, 0.0)
+        assert scale._policy == (2.0, 0.5, 5.0, 4.0, 2.0, 1.0, 0.0, FLOOR, math.inf, -1.0)
         assert counters(scale).tolist() == [0, 2]
         successor = scale._with(torch.tensor(3.0), torch.tensor([1, 1], dtype=torch.int32))
         assert type(successor) is DynamicLossScale
