@@ -85,7 +85,7 @@ def unscale(record: Record, optimizer: Any) -> None:
                 "model under torch.autocast, or use an ampopt optimizer with master_weights=True"
             )
     check_gradients(record, optimizer, write=True)
-    record.wrote = True
+    record.wrote, record.stage = True, OptState.UNSCALED
 
 
 def check_gradients(

@@ -192,9 +192,9 @@ class GradScaler(scheduled.ScheduledScaler):
             record.owned = True
             record.holder = getattr(optimizer.unscale, "__self__", optimizer)
             record.pending = _pending(record.holder)
+            record.wrote, record.stage = True, OptState.UNSCALED
         else:
             others.unscale(record, optimizer)
-        record.wrote, record.stage = True, OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscale unless :meth:`unscale_` was called, and step, or skip the step after an overflow.
@@ -202,7 +202,8 @@ class GradScaler(scheduled.ScheduledScaler):
         ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
         was skipped. They have the dtype of ``p.grad``, so small values may be 0 in float16; the
         step itself uses float32. Gradients that you change after :meth:`unscale_` are not checked
-        again.
+        again. If the step of an optimizer that is not ampopt's raises, its gradients are unscaled
+        already: call ``step`` again, or :meth:`discard` before the next backward pass.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as

@@ -133,6 +133,30 @@ def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
         scaler.step(first)
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_t6_a_step_that_raised_is_not_unscaled_twice(scaler_class, unscale_first):
+    class Raising(torch.optim.SGD):
+        raises = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.raises:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    optimizer, params = made(Raising, lr=1.0)
+    scaler = scaler_at(4.0, scaler_class)
+    give(optimizer, 1.0, 4.0)
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scaler.step(optimizer)
+    optimizer.raises = False
+    before = [p.detach().clone() for p in params]
+    scaler.step(optimizer)
+    torch.testing.assert_close(list(params), [p - 1 for p in before])
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_an_optimizer_that_takes_a_flag_gets_1_or_0(unscale_first):
     """Torch's fused optimizers compare the flag with 1 (trap T2); others may compare it with 0."""
