@@ -296,18 +296,18 @@ class GradScaler(scheduled.ScheduledScaler):
         if new_scale is not None:
             scale = scheduled.at(self._loss_scale, new_scale)
         else:
+            scale = self._loss_scale
             candidates = [
                 record.next_scale
+                if record.next_scale._policy == scale._policy
+                # set_growth_factor() or a similar call has changed the scale since the step
+                else scheduled.with_settings(record.next_scale, **scale._settings())
                 for record in self._records
                 if record.next_scale is not None and record.next_scale is not record.scale
             ]
-            scale = self._loss_scale
             if candidates:
                 scale = candidates[0] if len(candidates) == 1 else next_scale(*candidates)
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
-                if scale._policy != self._loss_scale._policy:
-                    # set_growth_factor() or a similar call has changed the scale since the step
-                    scale = scheduled.with_settings(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.phase.forget()

@@ -104,6 +104,20 @@ def test_settings_changed_in_mid_iteration_stay(when):
     assert scaler.get_scale() == (128.0 if when == "before" else 64.0)
 
 
+@pytest.mark.parametrize("overflows", [(False, False), (True, False), (False, True)])
+def test_settings_changed_between_two_steps_apply_from_the_next_iteration_on(overflows):
+    scaler = scaler_at(8.0, GradScaler, growth_interval=1)
+    pair = [made(ampopt.SGD)[0] for _ in overflows]
+    for optimizer, overflowed in zip(pair, overflows, strict=True):
+        give(optimizer, INF if overflowed else 1.0)
+        scaler.step(optimizer)
+        scaler.set_growth_factor(4.0)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if any(overflows) else 16.0)
+    after(scaler, pair[0], [1.0], False)
+    assert scaler.get_scale() == (16.0 if any(overflows) else 64.0)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
