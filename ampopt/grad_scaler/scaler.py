@@ -284,7 +284,8 @@ class GradScaler(scheduled.ScheduledScaler):
 
         Args:
             new_scale: the scale of the next iteration, a number or a floating-point tensor of one
-                element; ``None`` lets the schedule decide.
+                element; ``None`` lets the schedule decide. A tensor on an accelerator is not
+                checked to be in range, as that would synchronize, unless the scale is static.
 
         Raises:
             TypeError: ``new_scale`` is neither a number nor a tensor.

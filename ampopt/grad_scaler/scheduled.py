@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.arguments import check_scale_number
-from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.base import LossScale, host_may_read
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt_kernels.devices import to_device
@@ -130,31 +130,33 @@ def at(scale: LossScale, value: Any) -> LossScale:
 
     Args:
         scale: the scale.
-        value: a number, or a floating-point tensor of one element.
+        value: a number, or a floating-point tensor of one element. A tensor on an accelerator is
+            not compared with the bounds of a dynamic scale, which would synchronize.
 
     Raises:
         TypeError: ``value`` is neither a number nor a tensor.
         ValueError: ``value`` is out of range, or a tensor that is not floating-point, has not
             exactly one element, or requires grad.
     """
+    is_static = isinstance(scale, StaticLossScale)
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point() or value.requires_grad:
             raise ValueError(
                 "new_scale must be a number, or a floating-point tensor of one element that needs "
                 f"no gradient, got shape {tuple(value.shape)} of {value.dtype}"
             )
-        value = value.reshape(())
-    if isinstance(scale, StaticLossScale):
-        number = value.item() if isinstance(value, Tensor) else value
-        number = check_scale_number(number, "new_scale")
-        return StaticLossScale(number, scale.drop_overflow_update, device=scale.device)
+        value = value.item() if is_static or host_may_read(value) else value.reshape(())
     if isinstance(value, Tensor):
         new = to_device(value, scale.value.device, scale.value.dtype).clone()
     else:
         number = check_scale_number(value, "new_scale")
+        if is_static:
+            return StaticLossScale(number, scale.drop_overflow_update, device=scale.device)
         low, high = (scale._settings()[name] for name in ("min_scale", "max_scale"))
         if not low <= number <= high:
-            raise ValueError(f"new_scale must be from {low!r} to {high!r}, got {value!r}")
+            raise ValueError(
+                f"new_scale must be from min_scale={low!r} to max_scale={high!r}, got {value!r}"
+            )
         new = torch.full_like(scale.value, number)
     assert scale._counters is not None
     return scale._with(new, scale._counters)

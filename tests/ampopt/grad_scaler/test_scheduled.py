@@ -148,14 +148,27 @@ def test_t7_update_takes_a_new_scale(kind, new):
     assert scaler.get_scale() == 2.0
     assert scaler.scale(torch.ones(())) == 2.0
     for wrong in (0.0, float("inf"), float("nan"), -1):
-        with pytest.raises(ValueError, match="new_scale"):
-            scaler.update(wrong)
+        for form in (wrong, torch.tensor(float(wrong))):
+            with pytest.raises(ValueError, match=r"new_scale must be .* got"):
+                scaler.update(form)
     for wrong in (torch.ones(2), torch.ones((), dtype=torch.int32)):
         with pytest.raises(ValueError, match="new_scale"):
             scaler.update(wrong)
     with pytest.raises(TypeError, match="new_scale"):
         scaler.update("2")  # type: ignore[arg-type]
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("new", [2.0**12, torch.tensor(2.0**12)])
+def test_update_keeps_the_bounds_of_the_scale(new):
+    scale = DynamicLossScale(init_scale=8.0, max_scale=2.0**10)
+    scaler = GradScaler("cpu", loss_scale=scale)
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(
+        ValueError, match=r"new_scale must be from .* to max_scale=1024\.0, got 4096\.0"
+    ):
+        scaler.update(new)
+    assert scaler.get_scale() == 8.0
 
 
 # --- saving and loading --------------------------------------------------------------------------
