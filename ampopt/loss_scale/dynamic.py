@@ -232,7 +232,9 @@ class DynamicLossScale(LossScale):
         """The state as torch's scaler takes it; see :meth:`LossScale.grad_scaler_state_dict`."""
         state = self.state_dict()
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        return {**{name: state[name] for name in names}, "_growth_tracker": state["growth"]}
+        # torch compares with ==, so a counter beyond the interval would never grow the scale.
+        growth = min(state["growth"], state["growth_interval"] - 1)
+        return {**{name: state[name] for name in names}, "_growth_tracker": growth}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load value, counters and settings, of this class or of a ``torch.amp.GradScaler``.

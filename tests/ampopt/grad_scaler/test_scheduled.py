@@ -227,6 +227,18 @@ def test_any_schedule_is_saved_and_loaded(scale, before, after):
     assert torchs.get_scale() == scaler.get_scale()
 
 
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_schedule_that_grows_late_still_grows_under_torchs_scaler(name):
+    scale = DynamicLossScale.like(name, init_scale=4.0, growth_interval=2)
+    for _ in range(2):
+        scale = scale.next(False)
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.load_state_dict(scale.grad_scaler_state_dict())
+    value = torchs.get_scale()
+    states = after(torchs, made(torch.optim.SGD)[0], [1.0, 1.0], False)
+    assert states[-1]["scale"] == 2 * value
+
+
 def test_disabled_scalers_save_nothing_and_an_enabled_one_says_so():
     for cls in (GradScaler, torch.amp.GradScaler):
         disabled = cls("cpu", enabled=False)
