@@ -228,15 +228,21 @@ def _step_with_replays(
 def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
     """Call ``step(closure)``, or ``closure()`` and ``step()`` if ``step`` takes no closure.
 
+    A step takes one as ``closure``, or under another name as its first argument, which is required
+    or ``None``.
+
     Returns:
         The loss.
     """
+    parameters = inspect.signature(step).parameters
     # The signature of a learning-rate scheduler's wrapper around step includes self.
-    names = [name for name in inspect.signature(step).parameters if name != "self"]
-    if "closure" in names[1:]:
+    first = next((p for name, p in parameters.items() if name != "self"), None)
+    if first is not None and first.kind not in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        may_be_closure = first.default is None or first.default is first.empty
+        if first.name == "closure" or ("closure" not in parameters and may_be_closure):
+            return step(closure)
+    if "closure" in parameters:
         return step(closure=closure)
-    if names:
-        return step(closure)
     loss = closure()
     step()
     return loss

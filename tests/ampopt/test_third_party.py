@@ -467,6 +467,38 @@ def test_a_grad_scaler_skips_and_steps(cls, patched, scaler):
     assert everything(optimizer) == everything(original)
 
 
+class WithFlag(torch.optim.SGD):
+    """Its step has a first argument that is no closure."""
+
+    def step(self, zero_after: Any = False) -> None:  # type: ignore[override]
+        super().step()
+        if zero_after:
+            self.zero_grad()
+
+
+class WithRate(torch.optim.SGD):
+    """Its step has an argument that is passed by name only."""
+
+    def step(self, *, lr: float = 1.0) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = lr
+        super().step()
+
+
+@pytest.mark.parametrize("cls", [WithFlag, WithRate])
+def test_a_closure_is_evaluated_before_a_step_that_takes_none(cls):
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.extend(cls)([param], lr=1.0)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        ampopt.scale_outputs(param.sum(), scale).backward()
+        return 7.0
+
+    loss, found_inf, _ = optimizer.unscale_and_step(closure, grads_scaled_by=8.0)
+    assert (loss, found_inf.item()) == (7.0, 0.0)
+    assert param.tolist() == [0.0, 0.0]
+
+
 def test_a_closure_that_step_requires_is_checked_before_anything_happens():
     class Required(Sign):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
