@@ -105,9 +105,9 @@ class Checks(RefersToOptimizer):
             The parameters to make rows for, and their variants.
 
         Raises:
-            RuntimeError: a parameter was cast since the optimizer was made, or is expanded; torch's
-                fused step refuses a parameter and ``fused=True`` is set; ``update`` or another
-                function of the rule does not do what the rule declares.
+            RuntimeError: a parameter was cast since the optimizer was made, is expanded, or is a
+                lazily negated view; torch's fused step refuses a parameter and ``fused=True`` is
+                set; ``update`` or another function of the rule does not do what it declares.
             TypeError: a hyperparameter is not a number, an option is not a bool, or ``rule`` is not
                 a ``Rule``.
             ValueError: a tuple of hyperparameters has another length than the default, or than in
@@ -150,7 +150,7 @@ class Checks(RefersToOptimizer):
                 keys = variant.state_keys
                 written.append((owner.name, keys, [param, *map(state.__getitem__, keys)]))
             else:
-                _check_written_once(param, owner.name)
+                _check_writable(param, owner.name)
                 planned.append(PlannedParam(one, variant, None))
                 declared = DeclaredStates.of(rule, group, param)
                 params_to_check.append(CheckedParam(owner.name, state, declared))
@@ -259,9 +259,18 @@ def check_rule(rule: Any, owner: str) -> None:
         )
 
 
-def _check_written_once(param: Tensor, name: str) -> None:
-    """Raise ``RuntimeError`` if several elements of ``param`` share one place in memory."""
+def _check_writable(param: Tensor, name: str) -> None:
+    """Raise ``RuntimeError`` unless each element of ``param`` has a place in memory of its own.
+
+    A lazily negated or conjugated view has other values than its memory.
+    """
     own = dtensor.local(param)
+    if own.is_neg() or own.is_conj():
+        how = "negated" if own.is_neg() else "conjugated"
+        raise RuntimeError(
+            f"{name} is a lazily {how} view, whose memory has other values: make the parameter "
+            "from view.resolve_conj().resolve_neg()"
+        )
     if overlaps_itself(own):
         how = "is expanded" if 0 in own.stride() else "overlaps itself"
         raise RuntimeError(

@@ -35,11 +35,15 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
     """Whether a step can use ``state`` of ``param`` as it is: there, and as it would be made.
 
     ``False`` also if that takes a longer look, as with options, entries of a user's own, or a
-    parameter that is not contiguous.
+    parameter that is not contiguous, or lazily negated.
     """
     n, dtype = len(variant.states) + len(variant.scalars), param.dtype
     if not (
-        variant.is_plain and type(param) in _PLAIN and dtype in _REAL and param.is_contiguous()
+        variant.is_plain
+        and type(param) in _PLAIN
+        and dtype in _REAL
+        and param.is_contiguous()
+        and not param.is_neg()
     ):
         return False
     if not state:

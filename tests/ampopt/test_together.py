@@ -458,6 +458,18 @@ def expanded(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     return [*optimizers, ampopt.SGD([param])]
 
 
+def negated(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    param = Parameter(torch.full((2,), 1 - 1j).conj().imag)
+    param.grad = torch.ones(2)
+    return [*optimizers, ampopt.SGD([param])]
+
+
+def conjugated(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    param = Parameter(torch.full((2,), 1 - 1j).conj())
+    param.grad = torch.full((2,), 1j)
+    return [*optimizers, ampopt.SGD([param])]
+
+
 def integers(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     params[2].grad = None
     extra = torch.ones(2, dtype=torch.int32)
@@ -489,6 +501,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "sparse": (sparse, RuntimeError, "Adam does not support sparse gradients"),
     "cast": (cast, RuntimeError, "cast the model first and make the optimizer then"),
     "expanded": (expanded, RuntimeError, "is expanded: several of its elements share one place"),
+    "negated": (negated, RuntimeError, "is a lazily negated view, whose memory has other values"),
+    "conjugated": (conjugated, RuntimeError, "is a lazily conjugated view"),
     "integers": (integers, TypeError, "is torch.int32"),
 }
 
