@@ -86,7 +86,8 @@ def convert_loaded(optimizer: Any) -> None:
 def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``state_dict`` is that of another optimizer.
 
-    Entries that users keep under names of their own are allowed.
+    Further entries are allowed: those of users, and the states of a second rule that ``run_rule``
+    ran. They may have names that another optimizer uses.
     """
     rule, name = optimizer.rule, type(optimizer).__name__
     wrong = f"Nothing was loaded: load the state_dict() of {name}"
@@ -101,11 +102,15 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
                 f"{name} reads, but {sorted(group.keys() - {'params'})}, as another optimizer "
                 f"has. {wrong}"
             )
-    keys = {key for group in state_dict["param_groups"] for key in group["params"]}
+    groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
+    parts = (*rule.state, *rule.scalar_state)
+    always = [part.name for part in parts if part.when is None]
     for key, state in state_dict["state"].items():
-        if key not in keys or not isinstance(state, Mapping):  # users keep entries of their own
+        if key not in groups or not isinstance(state, Mapping):  # users keep entries of their own
             continue
-        if others := sorted(others_keep & state.keys()):
+        lacks = any(name not in state and codes_key(name) not in state for name in always)
+        others = sorted(others_keep & state.keys())
+        if others and (lacks or others_read & groups[key].keys()):
             raise ValueError(
                 f"the state to be loaded has {others[0]!r} of parameter {key}, which another "
                 f"optimizer has; {name} has {[part.name for part in rule.state]}. {wrong}"

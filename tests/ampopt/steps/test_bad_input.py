@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits, everything
-from ampopt_kernels import Rule, jit
+from ampopt_kernels import Rule, jit, rules
 
 INF = float("inf")
 NAN = float("nan")
@@ -648,6 +648,28 @@ def _refused(state_dict: dict[str, Any], error: Any, message: str) -> None:
 )
 def test_the_state_of_another_optimizer_is_refused_when_it_is_loaded(cls, message):
     _refused(_saved(cls), ValueError, message)
+
+
+def test_the_state_of_an_optimizer_that_keeps_more_is_refused_when_it_is_loaded():
+    optimizer = ampopt.Lion([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="'exp_avg_sq' of .*, which another optimizer has; Lion"):
+        optimizer.load_state_dict(_saved(ampopt.AdamW))
+
+
+@pytest.mark.parametrize("bits_", [8, 32])
+def test_entries_whose_names_another_optimizer_uses_are_loaded(bits_):
+    param = torch.nn.Parameter(torch.zeros(8192))
+    param.grad = torch.ones(8192)
+    optimizer = ampopt.AdamW([param], state_bits=bits_)
+    optimizer.step()
+    optimizer.run_rule(rules.sophia_hessian)  # its state is also Sophia's
+    optimizer.state[param]["prev"] = torch.ones(2)  # a user's own; Rprop has one
+    loaded = ampopt.AdamW([param], state_bits=bits_)
+    loaded.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, loaded):
+        each.run_rule(rules.sophia_hessian)
+    assert bits(dict(loaded.state[param])) == bits(dict(optimizer.state[param]))
+    assert {"hessian", "prev"} <= loaded.state[param].keys()
 
 
 @pytest.mark.parametrize(
