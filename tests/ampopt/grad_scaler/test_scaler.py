@@ -251,6 +251,7 @@ def test_update_drops_an_unscale_from_masters_and_sums_too(options, accumulates)
     scaler.scale(3 * weight).backward()
     scaler.step(optimizer)
     assert weight.item() == -2.0
+    assert weight.grad is not None
     assert weight.grad.item() == 3.0
 
 

@@ -338,8 +338,9 @@ def test_a_hook_whose_error_before_a_module_the_parent_catches():
     def refuse(module, args):
         raise KeyError("mine")
 
-    model = nn.Sequential(nn.Linear(2, 2), Falls())
-    model[1].first.register_forward_pre_hook(refuse)
+    falls = Falls()
+    falls.first.register_forward_pre_hook(refuse)
+    model = nn.Sequential(nn.Linear(2, 2), falls)
     with ampopt.first_nonfinite(model) as found:
         model(torch.ones(1, 2))
     assert found.first is not None and found.first.name == "1.second" and found.calls == 4
