@@ -227,8 +227,8 @@ class GradScaler(scheduled.ScheduledScaler):
             NonFiniteGradientError: the loss of the closure is not finite, or its gradients still
                 overflow after the last replay.
             RuntimeError: ``optimizer`` was stepped since the last :meth:`update`; no loss was
-                scaled; the class of ``optimizer`` cannot evaluate a closure again; or a closure is
-                passed after :meth:`unscale_`.
+                scaled; the class of ``optimizer`` cannot evaluate a closure again; or a closure or
+                ``max_norm`` is passed after :meth:`unscale_`.
             TypeError: the closure requires more than one argument, or ``optimizer`` has no
                 ``param_groups``.
         """
@@ -248,6 +248,13 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
             raise refusal(optimizer, controlled)
+        if controlled and record.stage is OptState.UNSCALED:
+            if (max_norm := keywords.pop("max_norm", None)) is not None:
+                raise RuntimeError(
+                    f"step(optimizer, max_norm={max_norm!r}) clips as it unscales, but unscale_() "
+                    "was called: leave unscale_() out, or clip with "
+                    "torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm)"
+                )
         if record.stage is OptState.READY:
             if not own and _has_control_points(optimizer):
                 # A wrapper that forwards missing attributes: its own step must be called.
@@ -358,6 +365,8 @@ class GradScaler(scheduled.ScheduledScaler):
     def was_skipped(self, optimizer: Any) -> bool:
         """Whether the last ``step`` of ``optimizer`` was skipped. Synchronizes.
 
+        ``False`` if the scaler is disabled.
+
         Args:
             optimizer: the optimizer, or a wrapper that has its ``param_groups``.
 
@@ -367,6 +376,8 @@ class GradScaler(scheduled.ScheduledScaler):
         for record in self._last_steps():
             if record.of(optimizer):
                 return record.skipped
+        if not self._enabled:
+            return False
         raise RuntimeError(
             f"was_skipped: the {type(optimizer).__name__} was not stepped by this scaler in the "
             "last iteration: call scaler.step(optimizer) first"

@@ -79,6 +79,20 @@ def test_calls_out_of_order_are_refused_with_the_one_to_make(cls):
     assert everything(optimizer) == after
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+def test_max_norm_is_refused_after_unscale(cls):
+    optimizer, params = made(cls)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, 1.0, 4.0)
+    scaler.unscale_(optimizer)
+    before = bits(params)
+    with pytest.raises(RuntimeError, match=r"max_norm=0\.5.*leave unscale_\(\) out, or"):
+        scaler.step(optimizer, max_norm=0.5)
+    assert bits(params) == before
+    scaler.step(optimizer, max_norm=None)
+    assert bits(params) != before
+
+
 # --- what happened -------------------------------------------------------------------------------
 
 
@@ -293,6 +307,7 @@ def test_a_disabled_scaler_only_steps(cls):
             scaler.step(optimizer)
             scaler.update()
             assert scaler.loss_scale is None and not scaler.skipped
+            assert not scaler.was_skipped(optimizer)
         results.append(bits(params))
     assert results[0] == results[1]
 
