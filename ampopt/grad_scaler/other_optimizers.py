@@ -150,6 +150,7 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
     if not record.scale.drop_overflow_update:
         found_inf = torch.zeros_like(found_inf)
     optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+    record.wrote = True
     try:
         return optimizer.step(*args, **kwargs)
     finally:

@@ -133,6 +133,18 @@ def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
         scaler.step(first)
 
 
+def test_t6_a_parameter_is_not_unscaled_again_after_a_fused_step():
+    """A fused step of torch unscales in place, too."""
+    first, params = made(torch.optim.SGD, fused=True)
+    second = torch.optim.SGD(params[:1])
+    scaler = scaler_at(4.0, GradScaler)
+    give(first, 1.0, 4.0)
+    scaler.step(first)
+    assert (params[0].grad == 1.0).all()
+    with pytest.raises(RuntimeError, match="group 0, parameter 0 of.*belongs to another"):
+        scaler.step(second)
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_t6_a_step_that_raised_is_not_unscaled_twice(scaler_class, unscale_first):
