@@ -86,9 +86,7 @@ class LRSchedulerGate(LRScheduler):
         self._attempts: list[Tensor | None] = []
         self._outcomes: deque[_AllSkipped] = deque()
         self._ahead = 0
-        while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
-            optimizer = inner  # of a wrapper, such as Accelerate's, the hooks are not called
-        self._hook = optimizer.register_step_post_hook(self._note)
+        self._attach()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler if a step since the last call was not skipped.
@@ -112,8 +110,7 @@ class LRSchedulerGate(LRScheduler):
         state = self.scheduler.state_dict()
         if not (self._outcomes or self._ahead):
             return state
-        skips = [outcome.skipped() for outcome in self._outcomes]
-        return {**state, _STATE: {"unknown": skips, "ahead": self._ahead}}
+        return {**state, _STATE: {"unknown": self._skips(), "ahead": self._ahead}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of the gate, or of the scheduler alone.
@@ -127,7 +124,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []
         self._ahead = own["ahead"]
-        self._outcomes = deque(_AllSkipped(skip, None, False) for skip in own["unknown"])
+        self._outcomes = _known_outcomes(own["unknown"])
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The learning rates in use; after a skip, see the delay of :func:`lr_scheduler_gate`."""
@@ -146,6 +143,16 @@ class LRSchedulerGate(LRScheduler):
         self._hook.remove()
         return self.scheduler
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle: without the hook, as optimizers leave theirs out."""
+        attempts, outcomes = [*self._attempts], _known_outcomes(self._skips())
+        return {**vars(self), "_attempts": attempts, "_outcomes": outcomes, "_hook": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support copying and pickling."""
+        vars(self).update(state)
+        self._attach()
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the scheduler, if the gate has none of that name."""
         if name == "scheduler":  # not set yet, for instance during unpickling
@@ -158,6 +165,17 @@ class LRSchedulerGate(LRScheduler):
             super().__setattr__(name, value)
         else:
             setattr(self.scheduler, name, value)
+
+    def _attach(self) -> None:
+        """Register the step hook that records every step."""
+        optimizer: Any = self.scheduler.optimizer
+        while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
+            optimizer = inner  # of a wrapper, such as Accelerate's, the hooks are not called
+        self._hook = optimizer.register_step_post_hook(self._note)
+
+    def _skips(self) -> list[bool]:
+        """Whether the steps of each call that is not decided yet were skipped. Synchronizes."""
+        return [outcome.skipped() for outcome in self._outcomes]
 
     def _advances(self, attempts: list[Tensor | None]) -> bool:
         """Whether to advance the scheduler now; ``attempts`` are the flags since the last call."""
@@ -199,6 +217,11 @@ class _AllSkipped(NamedTuple):
         if self.copy_event is not None:
             self.copy_event.synchronize()
         return bool(self.skip > 0)
+
+
+def _known_outcomes(skips: list[bool]) -> deque[_AllSkipped]:
+    """The outcomes of calls of which the host knows already whether they were skips."""
+    return deque(_AllSkipped(skip, None, False) for skip in skips)
 
 
 def _outcome(attempts: list[Tensor | None]) -> _AllSkipped:

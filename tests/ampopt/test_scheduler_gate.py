@@ -1,6 +1,7 @@
 """A learning-rate scheduler behind a gate counts only steps that were not skipped."""
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -476,6 +477,26 @@ def test_a_gate_that_was_detached_sees_no_more_steps():
     assert gate.last_epoch == 0
     scheduler.step()
     assert scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("cls", [ampopt.SGD, torch.optim.SGD])
+def test_a_copy_sees_the_steps_of_the_copied_optimizer_and_continues(copied, cls):
+    optimizer, params = made(cls)
+    gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5), delay=2)
+    runs = [(optimizer, params, gate)]
+    epochs = []
+    for number, bad in enumerate((False, True, False, False, True, False, False)):
+        for one, its_params, _ in runs:
+            attempt(one, its_params, bad, "torch's scaler")
+        if number == 2:  # between a step and its call, while the skip is not subtracted yet
+            runs.append(copied(runs[0]))
+        for _, _, its_gate in runs:
+            its_gate.step()
+        epochs.append({its_gate.last_epoch for _, _, its_gate in runs})
+    assert all(len(both) == 1 for both in epochs)
+    assert epochs[-1] == {5}  # of seven steps, of which two were skipped
+    assert [one.param_groups[0]["lr"] for one, _, _ in runs] == [0.5 * 0.5**gate.last_epoch] * 2
 
 
 @pytest.mark.parametrize("thing", [3, None, "StepLR"])
