@@ -136,7 +136,7 @@ def run_in(module: Any, dtype: Any = None) -> Any:
         return function
     _plan(module, dtype, ())
     _take_off_hooks(module)
-    module.__dict__["forward"] = partial(_forward_in, module, dtype)
+    _put_on_forward(module, dtype)
     return module
 
 
@@ -146,16 +146,40 @@ def run_kept_in_float32(model: nn.Module, keep: Collection[Any]) -> None:
     A module with a ``run_in`` of its own keeps it.
     """
     for module in _matching(model, keep) - _in_own(model):
-        module.__dict__["forward"] = partial(_forward_in, module, torch.float32)
+        _put_on_forward(module, torch.float32)
         module.__dict__["_ampopt_kept"] = True
 
 
-def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of ``module`` with tensors and inputs in ``dtype``; see :func:`run_in`."""
+def _put_on_forward(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make ``module`` run in ``dtype``, with the forward of the instance if it has one."""
+    if _runs_in_own(module):
+        _take_off_forward(module)
+    own = vars(module).get("forward")
+    module.__dict__["forward"] = partial(_forward_in, module, dtype, own)
+
+
+def _take_off_forward(module: nn.Module) -> None:
+    """Undo :func:`_put_on_forward`."""
+    _, _, own = module.__dict__.pop("forward").args
+    if own is not None:
+        module.__dict__["forward"] = own
+
+
+def _forward_in(
+    module: nn.Module,
+    dtype: torch.dtype,
+    own: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The forward pass of ``module`` with tensors and inputs in ``dtype``; see :func:`run_in`.
+
+    ``own`` is the forward of the instance, as hooks of Accelerate set it; ``None`` for its class's.
+    """
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
     tensors = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
     copies = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    forward = partial(type(module).forward, module)
+    forward = partial(type(module).forward, module) if own is None else own
     with with_tensors(module, copies):
         result = _call_in(dtype, forward, args, kwargs, tensors.values())
     for name, tensor in tensors.items():
@@ -238,8 +262,8 @@ def _take_off_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for handle in module.__dict__.pop("_ampopt_cast", ()):
             handle.remove()
-        if module.__dict__.pop("_ampopt_kept", False):
-            del module.__dict__["forward"]
+        if module.__dict__.pop("_ampopt_kept", False) and _runs_in_own(module):
+            _take_off_forward(module)
 
 
 def as_tuple(name: str, values: Any) -> tuple[Any, ...]:

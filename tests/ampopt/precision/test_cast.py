@@ -289,6 +289,21 @@ def test_run_in_inside_of_run_in_uses_parameters_as_they_are():
     assert torch.equal(model(x), expected)
 
 
+def times_100(module: nn.Module) -> Any:
+    """Replace the forward of ``module`` itself, as hooks of Accelerate and patches do."""
+    before = module.forward
+    module.forward = lambda x: before(x) * 100
+    return module.forward
+
+
+def test_run_in_runs_the_forward_of_the_instance():
+    model, x = nn.Linear(8, 2), torch.ones(1, 8)
+    times_100(model)
+    ampopt.run_in(ampopt.run_in(model, FULL), LOW)
+    low = nn.functional.linear(x.to(LOW), model.weight.to(LOW), model.bias.to(LOW))
+    assert torch.equal(model(x), low * 100)
+
+
 def test_a_model_with_a_dtype_of_its_own_is_cast_around_it():
     for inputs in HALVES:
         model = ampopt.cast(ampopt.run_in(nn.Linear(8, 2), FULL), LOW)

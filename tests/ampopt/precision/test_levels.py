@@ -134,6 +134,23 @@ def test_kept_modules_run_in_float32_inside_a_half_model_with_lists():
         assert torch.equal(model(X), exact.half().float())
 
 
+def test_kept_modules_run_the_forward_of_the_instance():
+    p = ampopt.Precision(compute_dtype=torch.bfloat16)
+    model, x = nn.Sequential(nn.LayerNorm(4)), torch.arange(4.0)
+    expected, norm = model(x) * 100, model[0]
+    before = norm.forward
+    own = norm.forward = lambda x: before(x) * 100
+    for _ in range(2):
+        p.prepare(model)
+        assert torch.equal(model(x), expected)
+    ampopt.cast(model, torch.float32)
+    assert norm.forward is own
+    p.prepare(model)
+    later = norm.forward = lambda x, inner=norm.forward: inner(x) * 2
+    ampopt.cast(model, torch.float32)
+    assert norm.forward is later and torch.equal(model(x), expected * 2)
+
+
 def test_kept_modules_leave_the_dtype_that_run_in_gave():
     model = network()
     ampopt.run_in(model[3], BF16)
