@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.overflow import check_and_unscale, device_of, make_writable
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
@@ -28,7 +28,6 @@ from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step_data import Decision, Request
-from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Masters", "full_master", "needs_low_bits"]
@@ -51,12 +50,6 @@ class _GradAtUnscale:
     grad: Tensor
     version: int | None
     holder: Tensor
-
-    def make_writable(self) -> None:
-        """Replace an expanded gradient by a copy, which can be written in place."""
-        if overlaps_itself(dtensor.local(self.grad)):
-            self.grad = self.grad.clone(memory_format=torch.contiguous_format)
-            self.param.grad = self.grad
 
 
 class _GradAtRead(NamedTuple):
@@ -221,7 +214,10 @@ class Masters(RefersToOptimizer):
         groups, write = self.optimizer.param_groups, request.scale is not None
         with_grads, decision_device = gradients.params_with_grads(groups), device_of(groups)
         if write:
-            self.check_float16(with_grads)  # before masters are made
+            self.check_float16(with_grads)  # before anything changes
+        if write or request.max_norm is not None:
+            make_writable(with_grads)
+        if write:
             with_grads = self.copy_gradients(with_grads)
         all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         decision = check_and_unscale(
@@ -241,8 +237,6 @@ class Masters(RefersToOptimizer):
         """
         if not self.grads_at_unscale:
             return
-        for entry in self.grads_at_unscale.values():
-            entry.make_writable()
         torch._foreach_copy_(*self.unscaled_gradients())  # pyright: ignore[reportPrivateImportUsage]
         for entry in self.grads_at_unscale.values():
             if entry.version is not None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_and_unscale",
     "decided_elsewhere",
     "device_of",
+    "make_writable",
     "works_of",
 ]
 
@@ -63,7 +64,7 @@ def check_and_unscale(
         request: the scale and what else to check; nothing is stepped.
         all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
         decision_device: the device of the decision if there are no gradients on this rank.
-        write: whether to unscale the gradients in place.
+        write: whether to unscale the gradients in place; see :func:`make_writable`.
         uploads: constants that earlier calls have copied to a device, by device.
 
     Returns:
@@ -72,15 +73,8 @@ def check_and_unscale(
     if not with_grads:
         return decided_elsewhere(request, all_reduce, decision_device)
     rows, grads, copies = [], [], []
-    each = [gradients.values_of(tensor) for _, tensor, _ in with_grads]
-    shared = sharing_memory(each) if write else set()
-    for place, (group, tensor, owner) in enumerate(with_grads):
-        values = each[place]
-        if write and (place in shared or overlaps_itself(values)):
-            # Elements of an expand()ed gradient share memory, so it cannot be written in place.
-            # Elements that two gradients have would be divided twice.
-            tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
-            values = gradients.values_of(tensor)
+    for group, tensor, owner in with_grads:
+        values = gradients.values_of(tensor)
         grad = dense_like(values, values)
         if write and grad is not values:
             copies.append((values, grad))
@@ -92,6 +86,20 @@ def check_and_unscale(
     for values, unscaled_values in copies:
         values.copy_(unscaled_values)
     return decision
+
+
+@torch.no_grad()
+def make_writable(with_grads: Sequence[gradients.ParamWithGrad]) -> None:
+    """Replace gradients that cannot be unscaled or clipped in place by copies that can.
+
+    Elements of an ``expand()``ed gradient share memory, so it cannot be written in place. Elements
+    that two gradients have would be multiplied twice.
+    """
+    each = [gradients.values_of(tensor) for _, tensor, _ in with_grads]
+    shared = sharing_memory(each)
+    for place, (_, tensor, _) in enumerate(with_grads):
+        if place in shared or overlaps_itself(each[place]):
+            tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
 
 
 def works_of(

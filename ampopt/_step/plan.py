@@ -20,6 +20,7 @@ from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale,
     decided_elsewhere,
+    make_writable,
     works_of,
 )
 from ampopt._step.param_checks import PlannedParam
@@ -215,6 +216,7 @@ class Plan:
         if request.write and not extended_request.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
             with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
+            make_writable(with_grads)
             check_and_unscale(with_grads, unscale, None, None, write=True, uploads=self._uploads)
         return decision
 

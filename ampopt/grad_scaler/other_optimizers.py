@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients, ranks
-from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.overflow import check_and_unscale, device_of, make_writable
 from ampopt._step.rank_agreement import decision_all_reduce
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
@@ -107,6 +107,8 @@ def check_gradients(
     with_grads = gradients.params_with_grads(groups)
     agreement = ranks.agreement(groups, record.process_group, optimizers=[optimizer])
     all_reduce = decision_all_reduce(agreement, request, len(with_grads))
+    if write:
+        make_writable(with_grads)
     decision = check_and_unscale(
         with_grads, request, all_reduce, device_of(groups), write=write, uploads={}
     )

@@ -568,16 +568,21 @@ def test_an_overridden_step_that_edits_the_parameters_gradient_raises_too():
     assert param.tolist() == [1.0, 2.0]
 
 
-def test_a_float32_gradient_of_a_half_precision_parameter_may_be_edited():
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("full", [torch.full, lambda shape, x: torch.tensor(x).expand(shape)])
+def test_a_float32_gradient_of_a_half_precision_parameter_may_be_edited(full, shared):
     """The parameter and its master share a float32 gradient."""
-    param = half(1.0, 2.0)
-    param.grad_dtype = None  # type: ignore[attr-defined]
-    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
-    param.grad = torch.full((2,), 8.0)
+    params: list[Any] = [half(1.0, 2.0), half(1.0, 2.0)]
+    optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
+    for param in params:
+        param.grad_dtype = None
+    params[0].grad = full((2,), 8.0)
+    params[1].grad = params[0].grad if shared else full((2,), 8.0)
     optimizer.unscale(grads_scaled_by=4.0)
-    param.grad.mul_(0.5)
+    for param in params:
+        param.grad.mul_(0.5)
     optimizer.step_after_unscale()
-    assert param.tolist() == [0.5, 1.5]
+    assert [param.tolist() for param in params] == [[0.5, 1.5]] * 2
 
 
 def test_a_frozen_parameter_has_no_master():

@@ -339,3 +339,19 @@ def test_gradients_that_share_memory_are_divided_once(how, cls, by_scaler):
             assert [p.grad.data_ptr() for p in params] == [
                 view(shared).data_ptr() for view in SHARED[how]
             ]
+
+
+@pytest.mark.parametrize("grads_scaled_by", [None, 4.0])
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.extend(torch.optim.SGD)])
+@pytest.mark.parametrize("how", SHARED)
+def test_gradients_that_share_memory_are_clipped_once(how, cls, grads_scaled_by):
+    def stepped(views: list[torch.Tensor]) -> list[torch.Tensor]:
+        params: list[Any] = [Parameter(torch.zeros_like(view)) for view in views]
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
+        cls(params, lr=1.0).unscale_and_step(grads_scaled_by=grads_scaled_by, max_norm=1.0)
+        return params
+
+    values = torch.arange(1.0, 121.0)
+    alone = stepped([view(values).clone() for view in SHARED[how]])
+    torch.testing.assert_close(stepped([view(values) for view in SHARED[how]]), alone)
