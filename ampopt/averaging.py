@@ -104,7 +104,7 @@ class SkipAwareAverage(AveragedModel):
         super().__init__(model, device, average_of, averages_of, use_buffers)
         self.decay = decay
         first = next(self.module.parameters(), self.n_averaged)
-        self.n_averaged = self.n_averaged.to(first.device)
+        self.n_averaged = torch.zeros_like(self.n_averaged, device=first.device)
         self._last_steps = _LastSteps(optimizers)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing.bits import everything
+from ampopt.testing.bits import bits, everything
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton"], indirect=True),
@@ -24,13 +24,21 @@ def observed(default: str) -> Any:
     optimizer = ampopt.SGD([("weight", param)])
     watch = ampopt.Watch(optimizer)
     condition = ampopt.skip_when(optimizer, norm_deviations=2.0)
+    model = torch.nn.ParameterList([param])
     with torch.device(default):
+        average = ampopt.averaged(model, optimizer)
         for number in (1.0, float("inf"), 2.0):
             param.grad = torch.full_like(param, number)
             optimizer.unscale_and_step(grads_scaled_by=1.0)
+            average.update_parameters(model)
         for each in (watch, condition):
             each.load_state_dict(each.state_dict())
-    return watch.read(), watch.state_dict(), condition.state_dict()
+    return (
+        watch.read(),
+        watch.state_dict(),
+        condition.state_dict(),
+        bits(dict(average.state_dict())),
+    )
 
 
 def trained(cls: Any, default: str) -> Any:
