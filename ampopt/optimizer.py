@@ -549,8 +549,8 @@ def _step_scaled_gradients(
     if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
         return StepResult(optimizer.step(), ours.flag(None), None)
     request = request_for(scale, max_norm=max_norm, write=write)
-    outcome = ours.attempt(request) if cycle is None else ours.attempt_with_sums(request, scale)
-    decision, result, _ = outcome
+    attempt = ours.attempt if cycle is None else ours.attempt_with_sums
+    decision, result, _ = attempt(request, scale=scale)
     if decision is None:
         ours.warn_without_gradients()
     next_scale = next_scale_of(scale, decision)

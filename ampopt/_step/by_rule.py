@@ -24,6 +24,7 @@ from ampopt._step.step_rollback import SkipPolicy
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.torch_step import TorchStep
+from ampopt.loss_scale.base import AnyScale
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step_data import Decision, Request
@@ -218,8 +219,8 @@ class RuleStep(StepStrategy):
         assert self.runner.torch_step is not None
         return self.runner.torch_step.skip_policy
 
-    def attempt(self, request: Request) -> StepOutcome:
-        """See :class:`StepStrategy`."""
+    def attempt(self, request: Request, *, scale: AnyScale | None = None) -> StepOutcome:
+        """See :class:`StepStrategy`. If the step raises, gradients are still scaled."""
         optimizer = self.optimizer
         optimizer.check_step()
         if is_watched(optimizer, self._step):

@@ -16,6 +16,7 @@ from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
+from ampopt.loss_scale.base import AnyScale
 from ampopt_kernels.step_data import Decision, Request
 
 __all__ = ["HandwrittenStep"]
@@ -87,14 +88,21 @@ class HandwrittenStep(StepStrategy):
 
     # --- called by control points -----------------------------------------------------------------
 
-    def attempt(self, request: Request, step: Callable[[], Any] | None = None) -> StepOutcome:
-        """Run or skip a step, as ``request`` says. Step hooks run in both cases, after unscaling.
+    def attempt(
+        self,
+        request: Request,
+        step: Callable[[], Any] | None = None,
+        *,
+        scale: AnyScale | None = None,
+    ) -> StepOutcome:
+        """See :class:`StepStrategy`. Step hooks run after unscaling.
 
         What hooks change is not part of the step: a skip does not roll it back.
 
         Args:
             request: what to do.
             step: the function to call, if step hooks already run around this call.
+            scale: see :class:`StepStrategy`.
         """
         self.check_step()
         decision = self.unscale(request)
@@ -104,6 +112,10 @@ class HandwrittenStep(StepStrategy):
             if step is None:
                 return self._step_and_hooks(decision)
             outcome = self._step_in_hooks(step, decision)
+        except BaseException:
+            if scale is not None and self._decision_of_step is None:  # it was not a post-hook
+                self._start_pending(scale, decision)
+            raise
         finally:
             self._decision, self._runs_step = None, False
         self._decision = followed  # the post-hooks run after this call

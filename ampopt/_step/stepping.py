@@ -132,8 +132,16 @@ class StepStrategy(RefersToOptimizer, ABC):
     # --- running a step ---------------------------------------------------------------------------
 
     @abstractmethod
-    def attempt(self, request: Request) -> StepOutcome:
-        """Run or skip a step, as ``request`` says. Step hooks run in both cases."""
+    def attempt(self, request: Request, *, scale: AnyScale | None = None) -> StepOutcome:
+        """Run or skip a step, as ``request`` says. Step hooks run in both cases.
+
+        If the step raises and has left unscaled gradients, these are pending, as after ``unscale``,
+        so that another try does not unscale them again.
+
+        Args:
+            request: what to do.
+            scale: the loss scale of ``request``; ``None`` if the gradients are unscaled already.
+        """
 
     @abstractmethod
     def check_closure_gradients(self, request: Request) -> Decision | None:
@@ -190,7 +198,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     # --- with unscaled gradients, or sums ---------------------------------------------------------
 
-    def attempt_with_sums(self, request: Request, scale: AnyScale | None) -> StepOutcome:
+    def attempt_with_sums(self, request: Request, *, scale: AnyScale | None) -> StepOutcome:
         """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches.
 
         If the step raises, the sums are pending, as after ``unscale``.

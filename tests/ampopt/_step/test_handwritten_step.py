@@ -213,3 +213,34 @@ def test_a_subclass_that_overrides_step_is_examined_again():
         give(params, INF, False)
         assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
         assert "taken" not in vars(optimizer)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its first step raises."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("ends", ["step", "zero_grad"])
+def test_gradients_are_not_unscaled_again_after_a_step_that_raised(ends):
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.extend(FailsOnce)([param], lr=0.5)
+    scale = ampopt.DynamicLossScale(init_scale=4.0)
+    param.grad = torch.full((2,), 4.0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    with pytest.raises(RuntimeError, match="an unscale is pending"):
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    if ends == "step":
+        assert optimizer.step_after_unscale().scale.item() == 4.0
+    else:
+        optimizer.zero_grad()
+        param.grad = torch.full((2,), 4.0)
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    assert param.tolist() == [0.5, 0.5]

@@ -202,10 +202,11 @@ def test_an_ordinary_step_that_raises_is_not_marked_as_stepped():
             raise ArithmeticError("no step")
 
     param = Parameter(torch.ones(1))
-    param.grad = torch.ones(1)
     optimizer = Raises([param])
     scale = ampopt.DynamicLossScale(init_scale=2.0)
     for _ in range(2):
+        optimizer.zero_grad()
+        param.grad = torch.ones(1)
         with pytest.raises(ArithmeticError):
             optimizer.unscale_and_step(grads_scaled_by=scale)
 

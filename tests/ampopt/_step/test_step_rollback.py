@@ -150,7 +150,7 @@ def test_an_error_of_a_step_hook_is_raised(bad):
     hook.remove()
     optimizer.register_step_post_hook(refuse)
     with pytest.raises(KeyError, match="hook"):
-        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        optimizer.step_after_unscale()
     assert (seen(optimizer) == before) is bad
 
 
