@@ -203,7 +203,9 @@ class GradScaler(scheduled.ScheduledScaler):
         was skipped. They have the dtype of ``p.grad``, so small values may be 0 in float16; the
         step itself uses float32. Gradients that you change after :meth:`unscale_` are not checked
         again. If the step of an optimizer that is not ampopt's raises, its gradients are unscaled
-        already: call ``step`` again, or :meth:`discard` before the next backward pass.
+        already: call ``step`` again, or :meth:`discard` before the next backward pass. If a
+        hand-written step of an ampopt optimizer raises, compute the gradients again before you call
+        ``step`` again, or call :meth:`unscale_` before ``step``.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as
