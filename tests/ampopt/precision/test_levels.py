@@ -136,8 +136,8 @@ def test_kept_modules_run_in_float32_inside_a_half_model_with_lists():
 
 def test_kept_modules_run_the_forward_of_the_instance():
     p = ampopt.Precision(compute_dtype=torch.bfloat16)
-    model, x = nn.Sequential(nn.LayerNorm(4)), torch.arange(4.0)
-    norm: Any = model[0]
+    norm: Any = nn.LayerNorm(4)
+    model, x = nn.Sequential(norm), torch.arange(4.0)
     expected, before = model(x) * 100, norm.forward
     own = norm.forward = lambda x: before(x) * 100
     for _ in range(2):
