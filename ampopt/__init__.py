@@ -1,7 +1,8 @@
 """Drop-in ``torch.optim`` optimizers with loss scaling and overflow skipping built in.
 
 Start by replacing ``from torch.optim import AdamW`` by ``from ampopt import AdamW``. Every
-optimizer of torch is here, and some more. Then let it scale the loss::
+optimizer of torch is here, and some more. Then multiply the loss by a loss scale, and give the
+optimizer that scale in each step::
 
     scale = ampopt.DynamicLossScale()
     for inputs, labels in batches:

@@ -87,9 +87,9 @@ class ElementwiseOptimizer(Optimizer):
     step counts are 0-d tensors on its device.
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
-    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted. If a subclass
-    overrides ``step``, a skip needs a rollback or a synchronization: to refuse a step, override
-    :meth:`check_step` instead.
+    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted, or ``master_bits``
+    is 24. If a subclass overrides ``step``, a skip needs a rollback or a synchronization: to refuse
+    a step, override :meth:`check_step` instead.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
     :doc:`/guides/precision` and :doc:`/guides/less_memory` (``state_bits``, ``master_bits``).
@@ -303,9 +303,10 @@ class ElementwiseOptimizer(Optimizer):
         Codes of 8 bits are saved as ``exp_avg_codes`` and the like, and the low bits of a 24-bit
         master as ``master_param_codes``, so that no other program takes them for values.
 
-        If a parameter has a master, but not yet the states of its rule, these are saved with their
-        initial values, because torch expects a parameter to have all of its states, or none. If the
-        master equals the parameter, nothing is saved for it; that comparison synchronizes.
+        A parameter may have a master, but not yet the states of its rule. Then, if the master
+        equals the parameter, nothing is saved for this parameter (the comparison synchronizes);
+        otherwise the master is saved with the initial values of the states, because torch expects a
+        parameter to have all of its states, or none.
         """
         state_dict, runner = super().state_dict(), self._ampopt.runner
         states = state_dict["state"]

@@ -32,8 +32,8 @@ _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with 
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with control points: methods that work under loss scaling.
 
-    *Control points* divide the gradients by the loss scale ``S``, check them for inf and NaN
-    (overflow), or step or skip accordingly::
+    Each *control point* does one or more of these: it divides the gradients by the loss scale ``S``
+    and checks them for inf and NaN (overflow); it steps, or skips the step after an overflow::
 
         unscale_and_step(grads_scaled_by=S)   unscale, then step; skip the step after an overflow
         unscale(S)                            unscale and check only, to inspect or clip gradients
@@ -151,8 +151,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Its value depends on where it is read::
 
-            in step(), with skip_by = "step"       the flag of the control point, float32 and 0-d;
-                                                   None in a step() without one
+            in step(), with skip_by = "step"       the flag of the control point that called step(),
+                                                   float32 and 0-d; None if none called it
             in a step post-hook                    more than 0 if the step was skipped; 0 or None
                                                    if it was not
             in an overridden step_after_unscale    the flag that unscale returned

@@ -127,10 +127,11 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
 
     On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
     kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
-    lists where Python read a tensor, which would wait on a GPU. Reads that ampopt makes only on the
-    CPU are omitted, except that of an ordinary step's overflow flag, which also happens on a GPU,
-    unless the report says that the step can be a transaction. Steps are slower in the block. Do not
-    use it from several threads at once, nor for a model that is compiled in the block.
+    lists where Python read a tensor, which would wait on a GPU. The report omits reads that
+    ampopt makes only because the tensors are on the CPU. It lists the read of the overflow flag of
+    an ordinary step, because that read happens on a GPU, too, unless the step can be a transaction;
+    then the report says so. Steps are slower in the block. Do not use it from several threads at
+    once, nor for a model that is compiled in the block.
 
     Args:
         optimizers: the optimizers to report on.

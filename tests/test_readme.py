@@ -43,7 +43,7 @@ PRINTED = {
     "Gradient accumulation": [],
     "A scale for each loss": ["65536.0 65536.0"],
     "Sums in float32 for half precision": ["tensor(259.)"],
-    "A bad micro-batch by itself": [],
+    "Dropping a single bad micro-batch": [],
     "A whole loop": ["True"],
     "Master weights": [
         "{}: 1.00",

@@ -40,9 +40,9 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         model, optimizer, gate, loader = accelerator.prepare(model, optimizer, gate, loader)
 
     ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` then unscale gradients in every
-    precision; without this call they unscale only if ``mixed_precision`` is ``"fp16"``. Of
-    parameters with ``master_weights=True`` they clip the gradients of the master weights, which the
-    step uses, and return the norm of these. ``save_state`` and ``load_state`` include the scaler.
+    precision; without this call they unscale only if ``mixed_precision`` is ``"fp16"``. For
+    parameters with master weights, they clip the gradients of the master weights, because the step
+    uses these, and return their norm. ``save_state`` and ``load_state`` include the scaler.
 
     To find out whether a step was skipped, read ``scaler.skipped``.
     ``accelerator.optimizer_step_was_skipped`` covers only optimizers whose step the host skips, and

@@ -35,8 +35,9 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
 
     The scheduler, whether the trainer makes it or you passed it, advances only after steps that
     were applied; see :func:`ampopt.lr_scheduler_gate`. Every reporter gets the numbers of
-    :class:`StepMonitor`. Of float16 or bfloat16 parameters whose optimizer keeps master weights,
-    ``max_grad_norm`` clips the gradients of these, and the ``grad_norm`` in the log is theirs.
+    :class:`StepMonitor`. If the optimizer keeps master weights of float16 or bfloat16 parameters,
+    ``max_grad_norm`` clips the gradients of the master weights, and the logged ``grad_norm`` is the
+    norm of those gradients.
 
     Args:
         trainer: a ``Trainer`` that has not started to train.

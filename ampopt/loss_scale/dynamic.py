@@ -104,9 +104,10 @@ class DynamicLossScale(LossScale):
             growth_interval: the number of finite steps in a row after which it grows.
             hysteresis: how many overflows it takes to lower the scale.
             hysteresis_mode: when the count of overflows starts again. ``"consecutive"``: at any
-                finite step; once used up, each further overflow in a row lowers the scale.
-                ``"cumulative"``: only when the scale grows. ``"per_backoff"``: at any finite step
-                and after each decrease, so that every decrease takes ``hysteresis`` overflows.
+                finite step; after ``hysteresis`` overflows in a row, each further one in that row
+                lowers the scale again. ``"cumulative"``: only when the scale grows.
+                ``"per_backoff"``: at any finite step and after each decrease, so that every
+                decrease takes ``hysteresis`` overflows.
             min_scale: the floor, at least ``2**-126``.
             max_scale: the ceiling; if infinite, float32's largest number is the only limit.
             growth_offsets: ``(first, period)``, for systems that count differently: the scale first
@@ -156,10 +157,10 @@ class DynamicLossScale(LossScale):
             jmp           2**15  2000  N, N           1                 1       -
             flax          2**16  2000  N + 1, N + 1   1                 2**-126 float32's largest
 
-        All of them double and halve the scale, except that paddle-fleet multiplies it by 0.8 after
-        an overflow. Systems without a floor have ``2**-126`` here. ``ampopt.loss_scale.presets``
-        lists the source file of each schedule, and the behaviour that is left out, such as raising
-        an error at the floor.
+        All of them double and halve the scale, except that paddle-fleet multiplies it by 0.8
+        instead of halving it. Systems without a floor have ``2**-126`` here.
+        ``ampopt.loss_scale.presets`` lists the source file of each schedule, and the behaviour that
+        is left out, such as raising an error at the floor.
 
         Args:
             name: a name from the table; "paddle" is Paddle's eager ``GradScaler``.

@@ -23,8 +23,9 @@ class Lion(ElementwiseOptimizer):
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: ``betas[0]`` weights the momentum against the gradient in their mean, the sign of
-            which is the direction; ``betas[1]`` is the decay rate of the momentum.
+        betas: ``betas[0]`` is the weight of the momentum, and ``1 - betas[0]`` that of the
+            gradient, in the sum whose sign is the direction; ``betas[1]`` is the decay rate of the
+            momentum.
         weight_decay: decoupled weight decay, multiplied by ``lr``.
         maximize: maximize the objective instead of minimizing it.
         **options: see :class:`ampopt.options.RuleOptions`.

@@ -31,9 +31,9 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: the point where gradients are computed, as a share above 0 of the way from the
-            iterate ``z`` (0) to the average (1); and the decay rate of the average of squared
-            gradients.
+        betas: two numbers. The first says where gradients are computed: 0 would be at the iterate
+            ``z``, 1 at the average; it must be above 0. The second is the decay rate of the average
+            of squared gradients.
         eps: added to the denominator.
         weight_decay: weight decay, multiplied by ``lr``, of the point where gradients are computed.
         warmup_steps: number of steps in which the learning rate grows linearly to ``lr``.

@@ -11,7 +11,8 @@ too, because its list for CPUs is shorter. The source of each policy, and what i
 - ``torch``: pytorch ``torch/amp/autocast_mode.py`` and ``torch/amp/grad_scaler.py``.
 - ``paddle-O1``: Paddle ``python/paddle/amp/auto_cast.py`` and ``amp_lists.py``. Left out: pooling,
   embedding and scatter, which do no arithmetic.
-- ``paddle-O2``: ``decorate(level="O2")`` in the same file. Left out: interpolation runs in float32.
+- ``paddle-O2``: ``decorate(level="O2")`` in the same file. Not reproduced here: Paddle
+  runs interpolation in float32.
 - ``fleet``: Paddle ``paddle/fluid/framework/distributed_strategy.proto``, ``AMPConfig``, with the
   lists of ``paddle-O1``. ``custom_white_list`` is ``allow=`` here, ``custom_black_list`` ``deny=``,
   and ``custom_black_varnames`` :func:`ampopt.run_in`.

@@ -63,7 +63,8 @@ class Rule:
     clips and skips. :doc:`/guides/rule_language` lists the operators and functions that they may
     use. The first step refuses other Python before it changes anything, with the line and a
     replacement: ``torch.sign(g)``, ``g.abs()``, ``g ** 2``, ``assert``; and, wherever Triton can be
-    imported, code that Triton cannot compile, such as a constant of the module.
+    imported, code that Triton cannot compile, such as a use of a module-level constant (a global
+    variable of the Python file).
 
     Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
     for norms of whole parameters (as in LAMB), and ``averages`` for means over rows and columns (as

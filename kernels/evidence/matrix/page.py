@@ -27,8 +27,8 @@ the same cells share a row.
   `master_bits=24` and `state_bits=8`.
 - **clipping**: `max_norm=`. **closure**: run again with a lower scale when it overflows.
   **accumulate**: two calls, each with its own scale.
-- **graph**: `TrainStep(cuda_graph=True)`, run on a CPU: the step is seen to read no tensor on the
-  host, as capture requires. **compile**: the step under `torch.compile`.
+- **graph**: `TrainStep(cuda_graph=True)`, run on a CPU. The test checks that the step reads no
+  tensor on the host, because a capture requires that. **compile**: the step under `torch.compile`.
 - **DDP**, **FSDP2**, **TP**: in a process group of one rank; the tests in `tests/` use more.
 - **from torch**, **to torch**: a state dict saved in the middle of training loads into ampopt's
   optimizer from torch's of that name, and into torch's from ampopt's, and training continues.
