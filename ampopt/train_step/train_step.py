@@ -324,11 +324,12 @@ class TrainStep:
 
     def _first_finite(self, batches: Iterator[Any]) -> StepResult:
         """Step with the first of ``batches`` that do not overflow."""
-        result, taken = None, 0
+        result, taken, observers = None, 0, self.optimizer._ampopt.observers
         for _ in range(self._max_replays + 1):
             tried = self._next(batches)
             result, taken = self._step(tried), taken + len(tried)
-            if not result.skipped:
+            # A step that a `skip_when` has skipped is over: a smaller scale would not help.
+            if not result.skipped or (observers.causes and not result.overflowed):
                 return result
         assert result is not None
         raise NonFiniteGradientError(

@@ -407,6 +407,17 @@ def test_at_most_max_replays_further_batches_are_taken():
     assert step.scale is not None and step.scale.item() == 2.0**13
 
 
+def test_a_step_that_skip_when_skips_takes_no_further_batch():
+    model, optimizer = made()
+    ampopt.skip_when(optimizer, norm=1e-9)
+    step = TrainStep(
+        model, MSE, optimizer, DynamicLossScale(init_scale=64.0), on_overflow="next_batch"
+    )
+    feed = iter([batch(bad_row=0), batch(), batch()])
+    assert step(feed).skipped
+    assert len(list(feed)) == 1 and step.scale is not None and step.scale.item() == 32.0
+
+
 @pytest.mark.parametrize("options", [{"on_overflow": "next_batch"}, {"batches_per_step": 1}])
 @pytest.mark.parametrize("given", [batch(), ([batch()],), (iter([batch()]), 1.0)])
 def test_an_iterator_is_required(given, options):
