@@ -165,9 +165,10 @@ def check_max_norm(max_norm: Any) -> float | None:
     if max_norm is None:
         return None
     is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-    if not is_number or not float(max_norm) >= 0:
+    norm = _as_float("max_norm", max_norm) if is_number else math.nan
+    if not norm >= 0:
         raise ValueError(f"max_norm must be a number, 0 or more, or None, got {max_norm!r}")
-    return _as_float("max_norm", max_norm)
+    return norm
 
 
 def check_flag(found_inf: Any) -> float | Tensor:
