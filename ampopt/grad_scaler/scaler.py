@@ -202,10 +202,8 @@ class GradScaler(scheduled.ScheduledScaler):
         ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
         was skipped. They have the dtype of ``p.grad``, so small values may be 0 in float16; the
         step itself uses float32. Gradients that you change after :meth:`unscale_` are not checked
-        again. If the step of an optimizer that is not ampopt's raises, its gradients are unscaled
-        already: call ``step`` again, or :meth:`discard` before the next backward pass. If a
-        hand-written step of an ampopt optimizer raises, compute the gradients again before you call
-        ``step`` again, or call :meth:`unscale_` before ``step``.
+        again. If a step that is not made from a rule raises, its gradients are unscaled already:
+        call ``step`` again, or :meth:`discard` before the next backward pass.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as
@@ -270,7 +268,12 @@ class GradScaler(scheduled.ScheduledScaler):
                 result = _step_after_unscale(optimizer, **keywords)
             else:
                 closure = closure and evaluation(self, closure)
-                result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
+                try:
+                    result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
+                except BaseException:
+                    if _pending(optimizer) is not None:  # the step has raised after unscaling
+                        record.stage, record.owned = OptState.UNSCALED, True
+                    raise
             record.set_result(result.found_inf, result.scale)
             record.wrote = True
             return_value = result.loss

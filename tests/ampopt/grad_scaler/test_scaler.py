@@ -327,3 +327,25 @@ def test_an_object_that_is_not_an_optimizer_is_refused(call, given):
     kind = type(given).__name__
     with pytest.raises(TypeError, match=rf"{call}\(\) takes an optimizer, .* got {kind}"):
         getattr(scaler, call)(given)
+
+
+def test_a_hand_written_step_that_raised_is_not_unscaled_twice():
+    class Raising(torch.optim.SGD):
+        raises = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.raises:
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = ampopt.extend(Raising)([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    optimizer.raises = False
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.0
+    assert not scaler.was_skipped(optimizer)
