@@ -69,7 +69,7 @@ class skip_when:
     Under ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=``
     and ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
 
-    As long as nothing is skipped, training is bitwise the same as without ``skip_when``.
+    Until a skip, training is bitwise as without ``skip_when``. A copied optimizer has none of it.
     """
 
     def __init__(

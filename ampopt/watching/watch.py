@@ -277,7 +277,8 @@ class Watch:
             zero_share_above: warn if the ``underflow`` of a parameter is more than this, from 0 to
                 1; see :meth:`read`. With several ranks it is that of this rank's shards.
             raises: raise :class:`ampopt.watching.Alarm`, from the step that checks, in place of a
-                warning.
+                warning. The step is complete by then, but returns no next scale: if you train on,
+                use the same scale once more.
 
         Raises:
             RuntimeError: the watch is closed; or ``zero_share_above`` comes with ``raises=True``
