@@ -1,8 +1,7 @@
 """Drop-in ``torch.optim`` optimizers with loss scaling and overflow skipping built in.
 
 Start by replacing ``from torch.optim import AdamW`` by ``from ampopt import AdamW``. Every
-optimizer of torch is here, and some more. Then multiply the loss by a loss scale, and give the
-optimizer that scale in each step::
+optimizer of torch is here, and some more. Then scale the loss, and pass the scale to each step::
 
     scale = ampopt.DynamicLossScale()
     for inputs, labels in batches:
