@@ -348,9 +348,9 @@ def check_capturable(model: Any, optimizer: Any) -> None:
         or optimizer.defaults.get("differentiable")
     ):
         raise TypeError(
-            "cuda_graph=True needs an optimizer whose step is a rule, an ElementwiseOptimizer "
-            f"without a step of its own, got {type(optimizer).__name__}, whose step may depend on "
-            "the host's memory; leave cuda_graph out"
+            "cuda_graph=True needs an ElementwiseOptimizer without a step() of its own, got "
+            f"{type(optimizer).__name__}, whose step may depend on the host's memory; leave "
+            "cuda_graph out"
         )
 
 

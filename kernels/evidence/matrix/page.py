@@ -20,9 +20,9 @@ overflow in between, and the result is checked. The tests run every cell again. 
 works; a number refers to the error message, or to what is missing, below the table. Optimizers with
 the same cells share a row.
 
-- **float16 parameters**, **bfloat16 parameters**: without master weights: the step runs, but loses
-  small updates; **master weights**: float16 with `master_weights=True`. An overflowed step changes
-  nothing, bit for bit.
+- **float16 parameters**, **bfloat16 parameters**: no master weights, so ✔ means that the step runs,
+  although it loses small updates. **master weights**: float16 with `master_weights=True`. An
+  overflowed step changes nothing, bit for bit.
 - **8-bit states**: `state_bits=8`; **24-bit masters**: bfloat16 with `master_weights=True`,
   `master_bits=24` and `state_bits=8`.
 - **clipping**: `max_norm=`. **closure**: run again with a lower scale when it overflows.
