@@ -27,8 +27,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         torch_optimizer.load_state_dict(ampopt.full_state_dict(optimizer))
 
     Args:
-        optimizer: any optimizer, also a ``ZeroRedundancyOptimizer``; of one without small states,
-            the result is its ``state_dict()``.
+        optimizer: any optimizer, even a ``ZeroRedundancyOptimizer``. Without ``state_bits`` and
+            ``master_bits``, the result is its ``state_dict()``.
 
     Returns:
         The state dict. States and masters that were kept in fewer bits are new float32 tensors,

@@ -309,8 +309,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from. ``None`` checks
                 nothing in this call; the step checks the sums if another call has a scale.
-            drop: what an overflow discards: ``"window"`` all sums, so that the step is skipped;
-                ``"micro_batch"`` the gradients of this call. Either lowers the scale.
+            drop: whether an overflow discards all sums, so that the step is skipped (``"window"``),
+                or only the gradients of this call (``"micro_batch"``). Both lower the scale.
 
         Returns:
             ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. If all
@@ -397,7 +397,7 @@ class Optimizer(torch.optim.Optimizer):
             max_replays: how often each evaluation of a closure may be repeated.
             preserve_rng: whether replays start from the random state of the first attempt.
             loss: without a closure, the unscaled loss (one element), for :class:`ampopt.Watch` and
-                :class:`ampopt.skip_when`, which on several ranks tests their mean.
+                :class:`ampopt.skip_when`, which tests the mean of the losses of all ranks.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.

@@ -128,10 +128,10 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
     On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
     kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
     lists where Python read a tensor, which would wait on a GPU. The report omits reads that
-    ampopt makes only because the tensors are on the CPU. It lists the read of the overflow flag of
-    an ordinary step, because that read happens on a GPU, too, unless the step can be a transaction;
-    then the report says so. Steps are slower in the block. Do not use it from several threads at
-    once, nor for a model that is compiled in the block.
+    ampopt makes only because the tensors are on the CPU. It lists the read of the overflow flag
+    before an ordinary step, because that read happens on a GPU, too. Exception: a step that the GPU
+    can undo (a *transaction*) needs no read, and the report says so. Steps are slower in the block.
+    Do not use it from several threads at once, nor for a model that is compiled in the block.
 
     Args:
         optimizers: the optimizers to report on.

@@ -55,8 +55,8 @@ class StepResult(NamedTuple):
         It may be read at any time after the step, which has recorded the names on the device. They
         are those that ``named_parameters()`` gave to the optimizer, else group and position.
         Parameters that overflowed in a micro-batch that ``accumulate`` dropped are included, even
-        though the step was applied. The list is empty if nothing overflowed, if only the flag is
-        known, as in a step after ``scaler.unscale_`` of torch's scaler, and in a result that was
+        though the step was applied. The list is empty in three cases: nothing overflowed; only the
+        flag is known, as in a step after ``scaler.unscale_`` of torch's scaler; or the result was
         copied or loaded.
 
         If ranks skip together, the names are those of parameters whose shard on this rank

@@ -103,7 +103,7 @@ class LRSchedulerGate(LRScheduler):
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and the skipped steps not yet subtracted. Synchronizes.
+        """The scheduler's state, and by how many skipped steps it is ahead. Synchronizes.
 
         A checkpoint can be loaded with or without a gate.
         """

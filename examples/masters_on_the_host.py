@@ -39,7 +39,7 @@ def main() -> None:
         labels = torch.randint(10, (32,), device=DEVICE)
         loss = cross_entropy(model(images).float(), labels)
         scale_outputs(loss, scale).backward()
-        if step == 1 and params[0].grad is not None:  # an overflow, to show the skip: delete
+        if step == 1 and params[0].grad is not None:  # to show a skip: delete these lines
             params[0].grad[0, 0] = float("inf")
 
         for p, host_param, host_grad in zip(params, host_params, host_grads, strict=True):

@@ -52,7 +52,7 @@ class GradScaler(scheduled.ScheduledScaler):
     * the schedule is any :class:`ampopt.LossScale`, and all arguments are checked;
     * gradients are checked for inf/NaN after unscaling, and an overflow on any device skips the
       whole step of an optimizer;
-    * ``scale`` multiplies in float32 at least, so that a float16 loss does not overflow;
+    * ``scale`` multiplies in float32 at least, so that the product does not overflow in float16;
     * ``step`` takes closures and runs them again with a smaller scale while they overflow;
     * :attr:`skipped` says whether the last step was skipped;
     * for an optimizer without gradients, ``step`` does nothing, where torch raises an error, and

@@ -115,10 +115,10 @@ class StepMonitor(Callback):
     The names are ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips``, ``ampopt/steps`` and, if
     gradients are clipped by norm, ``ampopt/norm``; see
     :meth:`ampopt.integrations.StepRecord.numbers`. With several optimizers they are
-    ``ampopt/0/scale`` and so on. The values stay on the device until the logger writes them. For an
-    optimizer with an :class:`ampopt.Watch` that ``configure_optimizers`` made, the watch's numbers
-    are logged. Checkpoints hold the counts, and the statistics of the watch on rank 0; a run that
-    is resumed continues them.
+    ``ampopt/0/scale`` and so on. The values stay on the device until the logger writes them. If
+    ``configure_optimizers`` made an :class:`ampopt.Watch` for an optimizer, the watch's numbers are
+    logged for it. Checkpoints hold the counts, and the statistics of the watch on rank 0; a run
+    that is resumed continues them.
     """
 
     def __init__(self) -> None:

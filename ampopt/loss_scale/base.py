@@ -129,9 +129,9 @@ class LossScale(AnyScale):
 
         Args:
             found_inf: whether the step overflowed: a bool, a number, or a tensor of one element.
-                Values above 0 mean an overflow, so a sum of flags works. A tensor that holds NaN or
-                a negative number counts as no overflow, because reading it would synchronize. A
-                scale without a device moves to that of the tensor.
+                Values above 0 mean an overflow, so a sum of flags works. NaN or a negative number
+                in a tensor counts as no overflow, and is no error, because checking it would
+                synchronize. A scale without a device moves to that of the tensor.
 
         Returns:
             A new scale; a static scale returns itself.

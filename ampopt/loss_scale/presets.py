@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
         source="DeepSpeed deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler, with the "
         "defaults of deepspeed/runtime/precision_config.py",
         left_out="raises on an overflow at the floor. Older releases first grew at step N, not "
-        "N + 1. The wrappers used without ZeRO ignore hysteresis",
+        "N + 1, and ignored hysteresis without ZeRO",
         settings={
             "growth_interval": 1000,
             "growth_offsets": (1, 0),

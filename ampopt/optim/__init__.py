@@ -1,7 +1,8 @@
 """The optimizers of ``torch.optim``, and others, one in each file; import them from ``ampopt``.
 
 The update rule of an optimizer is in the file of the same name in ``ampopt_kernels/rules``; AdamW's
-is that of Adam. ``LBFGS``, ``Muon`` and ``SparseAdam`` have none: torch's own code steps them.
+is that of Adam. ``LBFGS``, ``Muon`` and ``SparseAdam`` have none: their ``step()`` is torch's, or
+written by hand.
 """
 
 from ampopt.optim.adadelta import Adadelta

@@ -27,8 +27,9 @@ class LARS(ElementwiseOptimizer):
         momentum: decay rate of the momentum buffer; 0 for no buffer.
         dampening: the gradient is multiplied by ``1 - dampening`` as it is added to the buffer.
         weight_decay: multiplied by the parameter and added to the gradient.
-        trust_coefficient: the largest norm of the multiplied gradient, weight decay included, as a
-            share of the parameter's norm; momentum and ``lr`` come after it.
+        trust_coefficient: the factor in the formula above. The norm of the multiplied gradient,
+            weight decay included, is at most this share of the parameter's norm, before momentum
+            and ``lr``.
         nesterov: use Nesterov momentum.
         adapt: multiply by the ratio of norms. The authors set ``False``, and a ``weight_decay`` of
             0, for biases and the weights of normalization.

@@ -42,10 +42,10 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         **options: see :class:`ampopt.options.RuleOptions`.
 
     Differs from torch: with dampening, ``optimizer.state`` also has a flag ``stepped``, from which
-    the device knows whether a step is the first of a parameter. ``state_dict()`` has the entries of
-    torch's: not the flag, and no ``momentum_buffer`` of a parameter whose steps were all skipped;
-    to read the flags, it synchronizes. Updates of float16 and bfloat16 parameters are computed in
-    float32 and rounded once.
+    the device knows whether a step is the first of a parameter. ``state_dict()`` has only
+    entries that torch's has: it omits the flag, and the ``momentum_buffer`` of a parameter whose
+    steps were all skipped. It synchronizes, to read the flags. Updates of float16 and bfloat16
+    parameters are computed in float32 and rounded once.
     """
 
     rule = rules.sgd

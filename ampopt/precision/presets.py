@@ -5,9 +5,9 @@ too, because its list for CPUs is shorter. The source of each policy, and what i
 
 - ``O0``, ``O2``, ``O3``: apex ``apex/amp/frontend.py`` (removed from apex in 2025). With the scale
   of 1 that O0 and O3 have, apex applies an overflowed update; here it is skipped.
-- ``O1``: the same file, and the lists in ``apex/amp/lists``. It bans ``binary_cross_entropy``, as
-  torch's autocast does on a GPU, and promotes operands of different dtypes where torch's operators
-  do.
+- ``O1``: the same file, and the lists in ``apex/amp/lists``. Left out: apex bans
+  ``binary_cross_entropy``, as torch's autocast does on a GPU, and promotes operands of different
+  dtypes, as torch's operators do.
 - ``torch``: pytorch ``torch/amp/autocast_mode.py`` and ``torch/amp/grad_scaler.py``.
 - ``paddle-O1``: Paddle ``python/paddle/amp/auto_cast.py`` and ``amp_lists.py``. Left out: pooling,
   embedding and scatter, which do no arithmetic.
@@ -17,8 +17,9 @@ too, because its list for CPUs is shorter. The source of each policy, and what i
   lists of ``paddle-O1``. ``custom_white_list`` is ``allow=`` here, ``custom_black_list`` ``deny=``,
   and ``custom_black_varnames`` :func:`ampopt.run_in`.
 - ``mindspore-O0``, ``mindspore-O2``, ``mindspore-O3``: MindSpore
-  ``python/mindspore/train/amp.py``. It keeps float32 parameters in the cells and casts them where
-  used; here the optimizer keeps them. A scale of 1 skips overflowed updates, as for O0.
+  ``python/mindspore/train/amp.py``. MindSpore keeps float32 parameters in the cells, and casts
+  them where they are used; here the parameters are cast, and the optimizer keeps float32 masters. A
+  scale of 1 skips overflowed updates, as for O0.
 - ``nnabla-half``: NNabla ``type_config="half"``, with the schedule of
   ``python/src/nnabla/experimental/mixed_precision_training.py``. That retries an overflowed update
   on new data, up to 100 times: ``TrainStep(on_overflow="next_batch")``.

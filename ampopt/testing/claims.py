@@ -105,8 +105,8 @@ class Claims:
         layout_changes_no_bit (bool, default True): a step gives the same bits in every layout. Set
             it to False if the step computes norms or sums in memory order.
         elementwise (bool, default True): the update of an element depends on no other element, nor
-            on its place in the parameter. Set it to False for norms, matrices, sums and noise; only
-            tested with ``any_layout`` and ``layout_changes_no_bit``, which these lack as well.
+            on its place in the parameter. Set it to False for norms, matrices, sums and noise.
+            Tested only if ``any_layout`` and ``layout_changes_no_bit`` are True as well.
         several_groups (bool, default True): the optimizer takes several param groups.
         continuous (bool, default True): small changes of gradients change a step little, so
             training in the parameter's dtype stays near a float64 reference. Set it to False if the

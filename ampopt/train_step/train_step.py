@@ -109,8 +109,8 @@ class TrainStep:
                 smaller scales, until its gradients are finite; ``"next_batch"``: take the next
                 batches of the iterator until one does not overflow. The default is ``"skip"``, or
                 ``"replay"`` if ``max_replays`` is given.
-            max_replays: how many times a step is tried again at most; by default 100. See
-                :meth:`ampopt.Optimizer.unscale_and_step`.
+            max_replays: the most replays of an evaluation of the loss (LBFGS makes many in a step),
+                or, with ``"next_batch"``, of a step; by default 100.
             preserve_rng: whether replays start from the same random state.
             cuda_graph: whether to capture the step as a CUDA graph. The optimizer must be
                 rule-based, and the model not under ``DistributedDataParallel``.
@@ -151,7 +151,7 @@ class TrainStep:
         if optimizer._ampopt.needs_closure and on_overflow != "replay":
             raise TypeError(
                 f"{type(optimizer).__name__} evaluates the loss itself: pass "
-                'on_overflow="replay", which passes it the evaluation as a closure'
+                'on_overflow="replay", which gives it a closure to evaluate'
             )
         if cuda_graph:
             cuda_graphs.check_capturable(model, optimizer)

@@ -236,7 +236,7 @@ class Watch:
     # --- from step to step ------------------------------------------------------------------------
 
     def log_to(self, writer: Any, every: int = 1) -> RemovableHandle:
-        """Log steps from now on, each once its numbers have reached the CPU. Does not synchronize.
+        """Log each step from now on, when its numbers have reached the CPU. Does not synchronize.
 
         Args:
             writer: a ``SummaryWriter`` of TensorBoard, or any function that takes a dict of numbers

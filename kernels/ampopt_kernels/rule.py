@@ -108,22 +108,22 @@ class Rule:
         averages_over: what each term of ``averages`` is averaged over: ``"rows"`` or ``"columns"``.
             If omitted, there is a term for each state that has a ``shape``.
         averages_when: the flags under which there are means, as ``when`` of a state: parameters of
-            less than two dimensions have no rows. Without ``averages_over``, there are means where
-            there are states.
+            less than two dimensions have no rows. Without ``averages_over``, a mean exists if
+            the state that it is for exists.
         factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not
             marked ``jit``; required if a state has a ``shape``. Gets the means and the states that
-            have a ``shape``, and returns the new values of these states, and a tensor in place of
-            each mean, of its shape. Matrices of equal shape may come stacked, so count dimensions
-            from the last: ``row_var.mean(-2, keepdim=True)`` is the mean of each matrix. The
-            numbers in ``h`` may then be tensors that broadcast to the stack. A skipped step stores
-            nothing.
+            have a ``shape``, and returns the new values of these states, and for each mean a tensor
+            of its shape, which takes its place. Matrices of equal shape may come stacked, so count
+            dimensions from the last: ``row_var.mean(-2, keepdim=True)`` is the mean of each matrix.
+            The numbers in ``h`` may then be tensors that broadcast to the stack. A skipped step
+            stores nothing.
         entries: ``entries(group, ndim, dtype) -> dict``, optional: values that replace entries of
             the param group, for parameters of ``ndim`` dimensions whose dtype, or that of the
             master, is ``dtype``. For example a flag for parameters that have no rows.
         scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``. One whose flag
             is off reads as 0 and is not stored.
         scalars64: the function used instead of ``scalars`` if scalar states are float64; ``None``
-            for the same. Only for rules that round scalars as torch does.
+            to use ``scalars`` there, too. Only for rules that round scalars as torch does.
     """
 
     update: Any
