@@ -266,7 +266,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
             TypeError,
             'LBFGS evaluates the loss itself: pass on_overflow="replay"',
         ),
-        ({"optimizer": "plain", "cuda_graph": True}, TypeError, "a rule, .* got Plain"),
+        ({"optimizer": "plain", "cuda_graph": True}, TypeError, "Optimizer without .* got Plain"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_the_constructor(options, error, message):
