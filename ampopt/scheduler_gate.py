@@ -144,7 +144,7 @@ class LRSchedulerGate(LRScheduler):
         return self.scheduler
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or pickle: without the hook, as optimizers leave theirs out."""
+        """The state to copy or pickle, without the hook, as optimizers do. Synchronizes."""
         attempts, outcomes = [*self._attempts], _known_outcomes(self._skips())
         return {**vars(self), "_attempts": attempts, "_outcomes": outcomes, "_hook": None}
 
