@@ -9,11 +9,12 @@ import torch
 from ampopt._step import gradients
 from ampopt._step.rank_agreement import DecisionAllReduce
 from ampopt.backend import backend_for
+from ampopt_kernels.memory import overlaps_itself, sharing_memory
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
-from ampopt_kernels.tensors import dense_like, overlaps_itself, sharing_memory
+from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.uploads import Uploads
 
 __all__ = [

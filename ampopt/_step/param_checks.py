@@ -23,8 +23,8 @@ from ampopt.options import (
     needs_master,
 )
 from ampopt_kernels.check_rule import try_out
+from ampopt_kernels.memory import overlaps_itself
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.tensors import overlaps_itself
 
 __all__ = ["Checks", "PlannedParam", "check_rule"]
 

@@ -30,12 +30,12 @@ from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rule_state import StateCompleter
 from ampopt.backend import backend_for
+from ampopt_kernels.memory import may_overlap
 from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Coefficients, Decision, Request
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.tensors import may_overlap
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Plan"]

@@ -12,8 +12,9 @@ from ampopt._step.hyperparameters import Variant
 from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.devices import to_device
+from ampopt_kernels.memory import overlaps_itself
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
-from ampopt_kernels.tensors import overlaps_itself, real, widest
+from ampopt_kernels.tensors import real, widest
 
 __all__ = [
     "StateCompleter",

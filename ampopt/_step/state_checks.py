@@ -20,14 +20,9 @@ from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import RANDOM_KEY
 from ampopt_kernels.low_bits import LOW_BITS
+from ampopt_kernels.memory import address_range, all_have_memory, may_overlap, share_memory
 from ampopt_kernels.rule import MASTER, State
-from ampopt_kernels.tensors import (
-    address_range,
-    all_have_memory,
-    is_dense,
-    may_overlap,
-    share_memory,
-)
+from ampopt_kernels.tensors import is_dense
 
 __all__ = [
     "CheckedParam",

@@ -8,8 +8,10 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 // The tensor of a Python object; CDATA is where objects.py has found the pointer to it.
@@ -89,6 +91,38 @@ extern "C" int bump_versions(PyObject* tensors) {
         tensor_of(tensor)->bump_version();
         return true;
     });
+}
+
+// Elements from the first to the last place in memory of a strided tensor that is not empty.
+static int64_t span(const c10::TensorImpl* impl) {
+    int64_t n = 1;
+    for (int64_t i = 0; i < impl->dim(); ++i) n += (impl->size(i) - 1) * impl->stride(i);
+    return n;
+}
+
+// Whether the storages of tensors hold all of their elements.
+extern "C" int all_have_memory(PyObject* tensors) {
+    return all_of(tensors, [](PyObject* tensor) {
+        const c10::TensorImpl* impl = tensor_of(tensor);
+        const int64_t n = impl->numel() ? impl->storage_offset() + span(impl) : 0;
+        return n * impl->itemsize() <= impl->storage().nbytes();
+    });
+}
+
+// Whether no address ranges of two tensors overlap.
+extern "C" int are_apart(PyObject* tensors) {
+    std::vector<std::pair<int64_t, int64_t>> ranges;
+    const bool were_read = all_of(tensors, [&](PyObject* tensor) {
+        c10::TensorImpl* impl = tensor_of(tensor);
+        const auto start = reinterpret_cast<int64_t>(impl->mutable_data());
+        if (start && impl->numel()) ranges.emplace_back(start, start + span(impl) * impl->itemsize());
+        return true;
+    });
+    std::sort(ranges.begin(), ranges.end());
+    bool apart = true;
+    for (size_t i = 1; i < ranges.size(); ++i)
+        apart = apart && ranges[i - 1].second <= ranges[i].first;
+    return were_read && apart;
 }
 
 // Calls each(number) for all numbers that make up the layout of a tensor, until it returns false.

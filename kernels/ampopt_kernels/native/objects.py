@@ -131,7 +131,8 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     functions.hold.argtypes = (objects, pointer, objects, objects)
     functions.read_tensors.argtypes = (objects, ctypes.c_int, pointer, pointer, pointer, objects)
-    functions.bump_versions.argtypes = (objects,)
+    for of_tensors in (functions.bump_versions, functions.all_have_memory, functions.are_apart):
+        of_tensors.argtypes = (objects,)
     functions.describe.argtypes = (objects, pointer, pointer, count)
     functions.describe.restype = count
     _check_gradients(functions)
