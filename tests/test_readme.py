@@ -214,13 +214,6 @@ def test_the_picture_has_the_figures_of_the_results():
     assert str(drawn["figures"]()).encode() in drawn["PICTURE"].read_bytes()
 
 
-def test_the_table_of_schedules_is_that_of_the_docstring():
-    page = (ROOT / "examples" / "guides" / "loss_scales.md").read_text(encoding="utf-8")
-    table = page.split("```text\n")[1].split("```")[0]
-    docstring = str(ampopt.DynamicLossScale.like.__doc__)
-    assert set(table.splitlines()) < set(map(str.strip, docstring.splitlines()))
-
-
 def test_every_block_is_run():
     assert set(blocks()) == PRINTED.keys() | ON_RANKS.keys() | IN_FRAMEWORKS
 
