@@ -30,7 +30,7 @@ Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
   ``patch_optimizer``, from the class or instance of someone else. ``ampopt.testing`` tests them.
 - **Frameworks**: ``ampopt.integrations``, for Lightning, Accelerate and transformers.
 - **Many ranks**: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``.
-- **Outliers**: ``skip_when``, to skip also where a gradient norm or loss is unusually large.
+- **Outliers**: ``skip_when``, to skip steps with an unusually large gradient norm or loss, too.
 - **Diagnosis**: ``Watch`` records overflows, ``first_nonfinite`` finds the module that causes one,
   ``profile`` shows where the host waits, ``set_backend`` chooses the backend, ``python -m ampopt``
   prints what is installed, and ``python -m ampopt.bench`` measures speed.

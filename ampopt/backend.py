@@ -145,7 +145,7 @@ def _compiler_or_cache_lacking() -> str | None:
         return f"the compiled backend cannot run: {error}, or choose 'auto' or 'eager'"
     if cache.distrusts:
         return (
-            f"the compiled backend has no cache that nobody else can change: {cache.instead}. "
+            f"the compiled backend has no cache that is safe from other users: {cache.instead}. "
             "Remove that permission (chown, chmod go-w), or set XDG_CACHE_HOME to a folder that "
             "only you may write to, or choose 'auto' (which keeps what it compiles in "
             f"{cache.folder}) or 'eager'"

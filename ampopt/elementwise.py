@@ -257,7 +257,7 @@ class ElementwiseOptimizer(Optimizer):
         self._ampopt.runner.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this or of torch's optimizer, without loss of digits.
+        """Load a state of this or of torch's optimizer.
 
         States that a step would convert, such as a count that is a Python number, are converted
         now, so that a skipped step changes no dtype. A state that no step can use, for example one

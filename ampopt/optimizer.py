@@ -347,9 +347,9 @@ class Optimizer(torch.optim.Optimizer):
             _, found_inf, scale = optimizer.step_after_unscale()
 
         Does not synchronize. With ``master_weights=True`` the step uses the gradients of
-        :meth:`master_params`, which are float32: clip and edit those. ``p.grad`` then holds the
-        same numbers in its own dtype, for code that reads them there (small ones may be 0 in
-        float16), and a step after ``p.grad`` was edited is an error.
+        :meth:`master_params`, which are float32: clip and edit those. ``p.grad`` has the same
+        numbers in its own dtype, to read only (small ones may be 0 in float16): if ``p.grad`` was
+        edited, the step raises an error.
 
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from.

@@ -69,7 +69,7 @@ class skip_when:
     Under ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=``
     and ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
 
-    Until a skip, training is bitwise as without ``skip_when``. A copied optimizer has none of it.
+    Until a skip, training is bitwise as without it. A copy of the optimizer skips only overflows.
     """
 
     def __init__(

@@ -57,9 +57,9 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
     ``ampopt.GradScaler(process_group=...)`` or ``ampopt.unscale_and_step(process_group=...)``.
     Otherwise the constructor also takes ampopt's ``process_group``: see :class:`ampopt.Optimizer`.
 
-    Calls with the same ``cls`` return the same class; to set ``skip_by``, subclass it. The class
-    can be pickled, and its instances too, if ``cls`` can. For a class of torch the result is
-    ampopt's class of that name, and an ampopt class is returned unchanged.
+    Calls with the same ``cls`` return the same class, so set ``skip_by`` on an instance or a
+    subclass. The class can be pickled, and its instances too, if ``cls`` can. For a class of torch
+    the result is ampopt's class of that name, and an ampopt class is returned unchanged.
 
     Args:
         cls: a subclass of ``torch.optim.Optimizer``.

@@ -290,6 +290,6 @@ def _check_rows(param: Tensor, name: str, over: Sequence[str], optimizer: str) -
         raise RuntimeError(
             f"{optimizer} averages over {' and '.join(dict.fromkeys(over))}, but {name} has shape "
             f"{tuple(param.shape)} and so no rows and columns: add a flag for such parameters to "
-            "the rule, by Rule.entries, and declare its states of rows and columns with "
-            "when='not FLAG', or the rule with averages_when='not FLAG'"
+            "the rule, by Rule.entries, and turn averages off under the flag: pass when='not FLAG' "
+            "to each State with a shape, or, without such states, averages_when='not FLAG' to Rule"
         )

@@ -272,9 +272,9 @@ def _refuse_flattened(
     else:
         return
     raise RuntimeError(
-        f"the step of {one.owner.name} {what}, but FullyShardedDataParallel has joined "
-        "parameters and cut the result, so that the optimizer does not know them: shard the model "
-        "by torch.distributed.fsdp.fully_shard (FSDP2)"
+        f"the step of {one.owner.name} {what}, but FullyShardedDataParallel has flattened "
+        "parameters into one tensor and split it, so that the optimizer does not know where each "
+        "begins: shard the model by torch.distributed.fsdp.fully_shard (FSDP2)"
     )
 
 

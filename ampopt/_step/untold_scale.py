@@ -46,9 +46,9 @@ class UntoldScale(RefersToOptimizer):
             warnings.warn(
                 "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
                 f"{type(self.optimizer).__name__} was stepped by step(), or unscale_and_step() "
-                "without grads_scaled_by, which use the gradients as they are: scale times too "
-                "large. Call unscale_and_step(grads_scaled_by=scale) instead. If the gradients "
-                "are those of another loss, ignore this",
+                "without grads_scaled_by, which do not divide the gradients by the scale. Call "
+                "unscale_and_step(grads_scaled_by=scale) instead. If the gradients are those of "
+                "another loss, ignore this",
                 RuntimeWarning,
                 stacklevel=4,
             )

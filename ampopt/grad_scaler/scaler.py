@@ -56,7 +56,7 @@ class GradScaler(scheduled.ScheduledScaler):
     * ``step`` takes closures and runs them again with a smaller scale while they overflow;
     * :attr:`skipped` says whether the last step was skipped;
     * for an optimizer without gradients, ``step`` does nothing, where torch raises an error, and
-      the scale does not grow by it;
+      the scale does not count the step;
     * :meth:`discard` drops an unscale without a step, and so do an ampopt optimizer's
       ``zero_grad()`` and :meth:`load_state_dict`;
     * a wrapper that has the same ``param_groups`` list as its optimizer counts as that optimizer;
@@ -200,11 +200,10 @@ class GradScaler(scheduled.ScheduledScaler):
         """Unscale unless :meth:`unscale_` was called, and step, or skip the step after an overflow.
 
         ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
-        was skipped; after ``accumulate`` it holds scaled ones. Unscaled ones have the dtype of
-        ``p.grad``, so small values may be 0 in float16; the step itself uses float32. Gradients
-        that you change after :meth:`unscale_` are not checked again. If a step that is not made
-        from a rule raises, its gradients are unscaled already: call ``step`` again, or
-        :meth:`discard` before the next backward pass.
+        was skipped; after ``accumulate`` it holds scaled ones. In ``p.grad``, small values may be 0
+        in float16; the step itself uses float32. Gradients that you change after :meth:`unscale_`
+        are not checked again. If a step that is not made from a rule raises, its gradients are
+        unscaled already: call ``step`` again, or :meth:`discard` before the next backward pass.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as

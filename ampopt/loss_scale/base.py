@@ -139,8 +139,8 @@ class LossScale(AnyScale):
         Raises:
             TypeError: ``found_inf`` is not a real number or tensor.
             ValueError: ``found_inf`` has more or fewer than one element; or is a number that is NaN
-                or negative; or is on a device while the scale is on the CPU, which would have to
-                wait for it.
+                or negative; or is on a device while the scale is on the CPU, so that the CPU would
+                have to wait.
         """
 
     @abstractmethod

@@ -99,7 +99,7 @@ class NonFiniteOutput:
             return (
                 "Its incoming gradient was finite: a smaller loss scale may help."
                 if self.given_finite
-                else "Its incoming gradient was not finite already: check the loss, whose scale "
+                else "Its incoming gradient already had inf or NaN: check the loss, whose scale "
                 "may be too large, and tensors used several times, whose gradients are added up."
             )
         if self.parameter is not None:
@@ -109,7 +109,7 @@ class NonFiniteOutput:
             )
         if not self.given_finite:
             return (
-                "Its inputs were not finite already: check the batch, and operations outside of "
+                "Its inputs already had inf or NaN: check the batch, and operations outside of "
                 "modules."
             )
         what = "the operations between modules" if self.given_to is not None else "the module"

@@ -18,7 +18,7 @@ __all__ = ["Adagrad"]
 class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
+    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs.
 
     Args:
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in

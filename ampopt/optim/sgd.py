@@ -30,7 +30,7 @@ def _complete_state(state: dict[str, Any]) -> None:
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
+    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in

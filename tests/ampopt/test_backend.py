@@ -254,7 +254,7 @@ def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @needs_compiler
 def test_compiled_refuses_a_cache_that_others_can_write_and_auto_takes_another(shared, monkeypatch):
     message = (
-        rf"nobody else can change: .*{shared} \(mode 0777, of .*chmod go-w.*XDG_CACHE_HOME.*'auto'"
+        rf"safe from other users: .*{shared} \(mode 0777, of .*chmod go-w.*XDG_CACHE_HOME.*'auto'"
     )
     with pytest.raises(RuntimeError, match=message):
         ampopt.set_backend("compiled")

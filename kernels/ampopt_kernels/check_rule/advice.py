@@ -69,9 +69,9 @@ _BY_PATTERN = {
     r"for //": "Write tl.floor(x / y)",
     r"for %": "Write x - y * tl.floor(x / y)",
     r"branches on a value": (
-        "There are many values at once, of elements or of parameters, so choose between them by "
-        "tl.where(x > 0, a, b), not by `if x > 0`, nor by `and`, `or`, `not`, nor by `max` or "
-        "`min`, but by maximum and minimum of ampopt_kernels"
+        "There are many values at once, of elements or of parameters. Write tl.where(x > 0, a, b) "
+        "in place of `if x > 0`; &, | and ~ in place of `and`, `or` and `not`; and maximum and "
+        "minimum of ampopt_kernels in place of `max` and `min`"
     ),
     r"computes with a truth": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
     r"not iterable|not subscriptable|has no len": _ELEMENTWISE,

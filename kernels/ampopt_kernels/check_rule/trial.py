@@ -47,7 +47,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
             if len(values) != len(without[name]):
                 raise functions[name].returned(
                     f"{len(values)} numbers {_under(rule, flags)}, and {len(without[name])} "
-                    "without flags: return as many whatever the flags are"
+                    "without flags: return the same number whatever the flags are"
                 )
         before_means = "before_reduce" if rule.reduces else "scalars"
         _check_averages(rule, flags, passed[before_means], functions)

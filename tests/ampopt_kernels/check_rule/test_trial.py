@@ -47,7 +47,7 @@ def joining(p, g, state, h, flags):
 @pytest.mark.parametrize("update", [branching, joining])
 def test_a_branch_on_a_gradient_is_refused_and_where_is_named(update):
     rule = Rule(update=update, hyper=HYPER)
-    assert_refused(rule, place_of(update, 2), "tl.where(x > 0, a, b), not by `if x")
+    assert_refused(rule, place_of(update, 2), "tl.where(x > 0, a, b) in place of `if x")
 
 
 @jit
