@@ -62,6 +62,8 @@ IN_16_BITS = ("float16", "bfloat16", "masters", LOW_MASTERS[-1])
 """Ways to keep 16-bit parameters: in that dtype alone, or bfloat16 with masters."""
 IN_EVERY_WAY = ("adam", "sgd")
 """The rules that are compiled in all of these ways if few variants are."""
+OPTIONAL = "flags", "external", "scale", "constants", "scheduled_by", "norm_out", "loss", "h_out"
+"""Arguments of control that are ``None`` in some steps."""
 QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
 
 
@@ -96,15 +98,22 @@ class RecordedLaunch:
         """The type of each argument, or ``"constexpr"``."""
         from triton.runtime.jit import mangle_type
 
+        constants = self.constants
         return {
-            p.name: "constexpr" if p.is_constexpr else mangle_type(self.arguments[p.name])
-            for p in self.kernel.params
+            name: "constexpr" if name in constants else mangle_type(value)
+            for name, value in self._by_order.items()
         }
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The compile-time arguments."""
-        return {p.name: self.arguments[p.name] for p in self.kernel.params if p.is_constexpr}
+        """The compile-time arguments, and those that are ``None``."""
+        compile_time = {p.name for p in self.kernel.params if p.is_constexpr}
+        return {k: v for k, v in self._by_order.items() if v is None or k in compile_time}
+
+    @property
+    def _by_order(self) -> dict[str, Any]:
+        """The arguments, in the order in which the kernel takes them."""
+        return {p.name: self.arguments[p.name] for p in self.kernel.params}
 
     @property
     def name(self) -> str:
@@ -117,6 +126,7 @@ class RecordedLaunch:
         """The compile-time options of the kernel in one word, for the report."""
         constants, names = self.constants, getattr(rules, case.rule).flags
         on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
+        has_scale = ["scale"] * (self.arguments.get("coefficients") is not None)
         if self.name in ("update", "reduce", "line"):
             on = [case.rule, *itertools.compress(names, constants["FLAGS"])]
             on += ["masters"] if case.masters else []
@@ -124,10 +134,13 @@ class RecordedLaunch:
                 on.append("rows" if constants["OF_ROWS"] else "columns")
         elif self.name in ("control", "sum"):
             flags = constants.get("FLAG_SETS", ((),))[0]
-            on = [case.rule, *itertools.compress(names, flags), *on]
+            given = [k for k in OPTIONAL if self.arguments.get(k) is not None]
+            on = [case.rule, *itertools.compress(names, flags), *given, *on]
         elif self.name == "detect":
+            on = has_scale + on
             on += {1: [], 2: ["norm"]}.get(len(constants["TERMS"]), ["measure"])
         else:  # accumulate
+            on = has_scale + on
             on += ["empty"] * constants["FLAGS"][0] + ["reject"] * constants["N_H"]
         if constants.get("STOCHASTIC"):
             on.append("stochastic")

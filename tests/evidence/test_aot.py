@@ -86,7 +86,7 @@ def test_moves_what_it_has_to(compiled, kernel, variant, dtype, bytes_moved):
 
 def test_control_takes_powers_without_dividing(compiled):
     """Control, for which all else waits, computes two powers for each parameter of Adam."""
-    line = of(compiled, "control", "adam+decide+check+scale+policy+drop+advance", "float32")
+    line = of(compiled, "control", "adam+flags+scale+constants+h_out+drop", "float32")
     divisions = re.findall(r"\bdiv\.rn\.f64|\bv_div_fixup_f64", assembly(compiled, line))
     assert 1 <= len(divisions) <= 2  # by the scale and by a bias correction
 

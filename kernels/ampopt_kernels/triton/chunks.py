@@ -87,12 +87,10 @@ def numbers_of(coefficients, h_table, index, N_H: tl.constexpr, COMPUTE: tl.cons
 
 
 @jit
-def numbers_before(
-    scale, reject, HAS_SCALE: tl.constexpr, N_H: tl.constexpr, COMPUTE: tl.constexpr
-):
+def numbers_before(scale, reject, N_H: tl.constexpr, COMPUTE: tl.constexpr):
     """What :func:`numbers_of` returns, before control: clips nothing, and ``h`` is ``reject``."""
     inverse = tl.full((), 1.0, COMPUTE)
-    if HAS_SCALE:
+    if scale is not None:
         # In float64, so that the float32 reciprocal is correctly rounded.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
     h = ()

@@ -1,6 +1,5 @@
 """Control: one program that decides the step and advances the scalar states."""
 
-import functools
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
+from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 
 __all__ = ["control_arguments", "control_kernel"]
@@ -37,75 +36,60 @@ def control_arguments(
     """
     decides, request = request is not None, request or Request()
     rule, h, sums = work.rule, decision.h, decision.sums
-    coefficients = decision.coefficients_on_device
     scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
     first = rule is not None and rule.reduces and sums is None
     if rule is not None and first:
         scalars, takes = rule.before_reduce, 3
-    pointer = functools.partial(tensor_or, coefficients)
-    flags = None if partials is None else partials.flags_on(work.device)
-    squares = None if partials is None else partials.squares
     table = None if h is None else Table.of(work)
     hyper = None if h is None else hyper_table(work)
     # Each optimizer uploads its own constants. A tensor shared by all of them would be read on
     # streams that do not wait for the stream that it was copied on.
-    constants = None
+    constants = max_norm = settings = statistics = None
     if request.policy is not None:
         constants = work.uploads.get("policy", request.policy, torch.float64, work.device)
-    max_norm = None
     if decision.norm is not None:
         assert request.max_norm is not None
         max_norm = work.uploads.get(
             "max_norm", [float(request.max_norm)], torch.float64, work.device
         )
     checks = request.checks(work.device)
-    settings = statistics = None
     if checks:
         numbers = [number for check in checks for number in check.settings]
         settings = work.uploads.get("checks", numbers, torch.float64, work.device)
         known = [check.statistics for check in checks]
         at = [0 if numbers is None else numbers.data_ptr() for numbers in known]
         statistics = work.uploads.get("statistics of checks", at, torch.int64, work.device)
+    flags = None if partials is None else partials.flags_on(work.device)
     return {
-        "flags": pointer(flags),
-        "squares": pointer(squares),
+        "flags": flags if request.check else None,
+        "squares": None if decision.norm is None or partials is None else partials.squares,
         "n_parts": 0 if flags is None else flags.numel(),
-        "external": pointer(request.found_inf),
-        "scale": pointer(request.scale),
-        "constants": pointer(constants),
-        "scheduled_by": pointer(request.scheduled_by),
-        "counters": pointer(request.counters),
-        "max_norm": pointer(max_norm),
-        "loss": pointer(request.loss),
-        "settings": pointer(settings),
-        "statistics": pointer(statistics),
-        # If another device made the decision, its flag is there, and is not needed here.
-        "found_out": decision.found_inf if decides else coefficients,
-        "coefficients": coefficients,
-        "norm_out": pointer(decision.norm),
-        "scale_out": pointer(decision.scale),
-        "counters_out": pointer(decision.counters),
-        "cause_out": pointer(decision.cause),
-        "table": pointer(None if table is None else table.rows),
-        "hyper": pointer(hyper),
-        "sums": pointer(None if sums is None else sums.each),
-        "totals": pointer(None if sums is None else sums.totals),
-        "h_out": pointer(h),
+        "external": request.found_inf,
+        "scale": request.scale,
+        "constants": constants,
+        "scheduled_by": request.scheduled_by,
+        "counters": request.counters,
+        "max_norm": max_norm,
+        "loss": request.loss,
+        "settings": settings,
+        "statistics": statistics,
+        "found_out": decision.found_inf if decides else None,
+        "coefficients": decision.coefficients_on_device,
+        "norm_out": decision.norm,
+        "scale_out": decision.scale,
+        "counters_out": decision.counters,
+        "cause_out": decision.cause,
+        "table": None if table is None else table.rows,
+        "hyper": hyper,
+        "sums": None if sums is None else sums.each,
+        "totals": None if sums is None else sums.totals,
+        "h_out": h,
         "n_rows": 0 if h is None else h.shape[0],
-        "DECIDE": decides,
-        "CHECK": request.check and flags is not None,
-        "HAS_EXTERNAL": request.found_inf is not None,
-        "HAS_SCALE": request.scale is not None,
-        "HAS_POLICY": decision.scale is not None,
-        "FOLLOWS": request.scheduled_by is not None,
         "UNSCALED": request.write or request.unscaled,
-        "NORM": decision.norm is not None,
-        "HAS_LOSS": request.loss is not None,
         "STATISTICS": tuple(
             0 if check.statistics is None else check.statistics.numel() for check in checks
         ),
         "DROP": request.drop,
-        "ADVANCE": h is not None,
         "PREVIEW": first,
         "BEFORE": keep_all if rule is None else rule.before_reduce,
         "SCALARS": scalars,
@@ -148,18 +132,9 @@ def control_kernel(
     totals,
     h_out,
     n_rows,
-    DECIDE: tl.constexpr,
-    CHECK: tl.constexpr,
-    HAS_EXTERNAL: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_POLICY: tl.constexpr,
-    FOLLOWS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_LOSS: tl.constexpr,
     STATISTICS: tl.constexpr,
     DROP: tl.constexpr,
-    ADVANCE: tl.constexpr,
     PREVIEW: tl.constexpr,
     BEFORE: tl.constexpr,
     SCALARS: tl.constexpr,
@@ -181,52 +156,46 @@ def control_kernel(
     ``s, h = SCALARS(s, hyper)``. All arithmetic is float64. Scalar states are stored only if the
     step is not skipped.
 
-    One launch of one program. Pointers that a launch does not need may be any address.
+    One launch of one program. ``None`` stands for what a step does not have, or does not ask for;
+    another combination of these is another binary.
 
     Args:
-        flags: float32, shape (n_parts,): the overflow flags of the chunks; read if ``CHECK``.
-        squares: float64, shape (n_parts,): the sums of squares of the chunks; read if ``NORM``.
+        flags: float32, shape (n_parts,): the overflow flags of the chunks; ``None`` if nothing is
+            checked. Otherwise a scale that is not finite or not positive is an overflow, too.
+        squares: float64, shape (n_parts,): the sums of squares of the chunks; or ``None``.
         n_parts: the number of chunks.
-        external: one element, an overflow flag of the caller, more than 0 for overflow; read if
-            ``HAS_EXTERNAL``.
-        scale: one element, the loss scale; read if ``HAS_SCALE``.
-        constants: float64, shape (10,): the ``PolicyConstants`` of ``next_scale``; read if
-            ``HAS_POLICY``.
-        scheduled_by: one element, the overflow flag that the schedule follows; read if ``FOLLOWS``.
-        counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.
-        max_norm: float64, one element, the norm to clip to; read if ``NORM``.
-        loss: one element, the loss of the step; read if ``HAS_LOSS``.
+        external: one element, an overflow flag of the caller, more than 0 for overflow; or
+            ``None``.
+        scale: one element, the loss scale; ``None`` without one.
+        constants: float64, shape (10,): the ``PolicyConstants`` of ``next_scale``; ``None`` if the
+            scale has no schedule.
+        scheduled_by: one element, the overflow flag that the schedule follows; or ``None``.
+        counters: int32, shape (2,): counters of the schedule; or ``None``.
+        max_norm: float64, one element, the norm to clip to; or ``None``.
+        loss: one element, the loss of the step; or ``None``.
         settings: float64, shape (n_checks, 10): ``decide.Check.settings`` of each check.
         statistics: int64, shape (n_checks,): the address of the statistics of each check, float64,
             updated in place; any number for a check without.
-        found_out: float32, one element, written if ``DECIDE``: more than 0 for overflow.
+        found_out: float32, one element: more than 0 for overflow. ``None`` if ``coefficients``
+            holds an earlier decision, which may be that of another device.
         coefficients: float64, shape (3,): skip, the reciprocal of the scale that the gradients are
-            still multiplied by, and the clip coefficient; written if ``DECIDE``, else read.
-        norm_out: one element, float32 or float64, written if ``NORM``.
-        scale_out: one element of the dtype of ``scale``, written if ``HAS_POLICY``.
-        counters_out: int32, shape (2,), written if ``HAS_POLICY``.
+            still multiplied by, and the clip coefficient.
+        norm_out: one element, float32 or float64; or ``None``.
+        scale_out: one element of the dtype of ``scale``; ``None`` without a schedule.
+        counters_out: int32, shape (2,); ``None`` without a schedule.
         cause_out: float64, one element, written if there are checks: the cause of the skip; 0 if
             the step is applied, or overflows.
         table: int64, shape (n_rows, COLUMNS); see ``table.py``. The scalar states are at addresses
             in it, and are updated in place unless ``PREVIEW``.
         hyper: float64, shape (variants, N_HYPER): the hyperparameters of each variant.
-        sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; read if ``N_TERMS``.
-        totals: float64, shape (N_TERMS,): the same summed over all parameters.
-        h_out: float64, shape (n_rows, width of h), written if ``ADVANCE``.
+        sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; ``None`` without terms.
+        totals: float64, shape (N_TERMS,): the same summed over all parameters; or ``None``.
+        h_out: float64, shape (n_rows, width of h); ``None`` if the scalar states of the rows do
+            not advance.
         n_rows: the number of rows.
-        DECIDE: whether to decide; otherwise ``coefficients`` holds an earlier decision.
-        CHECK: whether overflow is found from ``flags``, and from a scale that is not finite or not
-            positive.
-        HAS_EXTERNAL: whether ``external`` is passed.
-        HAS_SCALE: whether the gradients were multiplied by a loss scale.
-        HAS_POLICY: whether the next scale is computed.
-        FOLLOWS: whether ``scheduled_by`` is passed.
         UNSCALED: whether the gradients are unscaled by now.
-        NORM: whether to compute the norm and the clip coefficient.
-        HAS_LOSS: whether ``loss`` is passed.
         STATISTICS: for each check how many statistics it has, 0 for none.
         DROP: whether an overflow skips the step.
-        ADVANCE: whether to advance the scalar states of the rows.
         PREVIEW: whether to write ``h_out`` only, and leave the scalar states as they are.
         BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if ``N_TERMS``.
         SCALARS: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
@@ -241,25 +210,25 @@ def control_kernel(
         PARTS: chunks that are read at a time.
         ROWS: rows that are advanced at a time.
     """
-    if DECIDE:
+    if found_out is not None:
         worst = tl.zeros((PARTS,), tl.float32)
         total = tl.zeros((PARTS,), tl.float64)
         for start in range(0, n_parts, PARTS):
             at = start + tl.arange(0, PARTS)
-            if CHECK:
+            if flags is not None:
                 worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
-            if NORM:
+            if squares is not None:
                 total += tl.load(squares + at, mask=at < n_parts, other=0.0)
         norm = None
         limit = None
-        if NORM:
+        if norm_out is not None:
             norm = tl.sqrt(tl.sum(total, 0))
             limit = tl.load(max_norm)
             tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
         growth = None
         budget = None
         schedule = None
-        if HAS_POLICY:
+        if constants is not None:
             growth = tl.load(counters).to(tl.float64)
             budget = tl.load(counters + 1).to(tl.float64)
             schedule = _numbers_at(constants, 10)
@@ -271,18 +240,18 @@ def control_kernel(
         # Not by a function that returns None, which Triton 3.6 does not compile.
         value = None
         inverse = tl.full((), 1.0, tl.float64)
-        if HAS_SCALE:
+        if scale is not None:
             value = tl.load(scale).to(tl.float64)
             if not UNSCALED:
                 inverse = 1.0 / value
         other_flag = None
-        if HAS_EXTERNAL:
+        if external is not None:
             other_flag = tl.load(external).to(tl.float64)
         followed = None
-        if FOLLOWS:
+        if scheduled_by is not None:
             followed = tl.load(scheduled_by).to(tl.float64)
         loss_value = None
-        if HAS_LOSS:
+        if loss is not None:
             loss_value = tl.load(loss).to(tl.float64)
         found_inf, skip, clip, cause, scheduled, known = decide(
             tl.max(worst, 0).to(tl.float64),
@@ -296,10 +265,10 @@ def control_kernel(
             limit,
             loss_value,
             checks,
-            CHECK,
+            flags is not None,
             DROP,
         )
-        if HAS_POLICY:
+        if constants is not None:
             tl.store(scale_out, scheduled[0].to(scale_out.dtype.element_ty))
             tl.store(counters_out, scheduled[1].to(tl.int32))
             tl.store(counters_out + 1, scheduled[2].to(tl.int32))
@@ -315,7 +284,7 @@ def control_kernel(
         tl.store(coefficients + 2, clip)
     else:
         skip = tl.load(coefficients)
-    if ADVANCE:
+    if h_out is not None:
         for start in range(0, n_rows, ROWS):
             for of_flags in tl.static_range(len(FLAG_SETS)):
                 _advance(

@@ -26,7 +26,6 @@ __all__ = [
     "launch_compiled",
     "name_of",
     "options",
-    "tensor_or",
 ]
 
 THREADS = 1 << 7
@@ -126,8 +125,8 @@ def launch_compiled(
         RuntimeError: this is the first launch of a variant, while a CUDA graph is captured.
     """
     passed, constants = (tuple(map(arguments.__getitem__, names)) for names in _names(kernel))
-    dtypes = tuple([value.dtype for value in passed if isinstance(value, Tensor)])
-    variant = device, kernel, dtypes, constants
+    types = tuple([v.dtype if isinstance(v, Tensor) else type(v) for v in passed])
+    variant = device, kernel, types, constants
     compiled = _compiled.get(variant)
     if compiled is not None:
         numbers = [v.data_ptr() if isinstance(v, Tensor) else v for v in passed]
@@ -152,8 +151,3 @@ def _names(kernel: Any) -> tuple[list[str], list[str]]:
     for parameter in kernel.params:
         names[parameter.is_constexpr].append(parameter.name)
     return names
-
-
-def tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:
-    """``tensor``; ``other`` in place of ``None``, as a pointer that is not read may be any."""
-    return other if tensor is None else tensor

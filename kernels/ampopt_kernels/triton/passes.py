@@ -52,7 +52,7 @@ from ampopt_kernels.triton.chunks import (
 )
 from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
 from ampopt_kernels.triton.element_indices import indices_of, jumps_of
-from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of, tensor_or
+from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Launch, Table, state_columns
@@ -141,27 +141,27 @@ def pass_launches(
     """
     table = Table.of(work)
     width = 0 if h is None else h.shape[1] if of.decided else 1
-    kind = of.name, of.terms, of.writes, coefficients is not None, width
+    kind = of.name, of.terms, of.writes, width
     constants = table.constants.get(kind)
     if constants is None:
         table.constants[kind] = constants = [
-            _constants(work, of, group, coefficients is not None, width) for group in table.launches
+            _constants(work, of, group, width) for group in table.launches
         ]
     of_all = {
         "table": table.rows,
         "blocks": table.blocks,
         "chunk": table.chunk,
         "n_parts": table.n_blocks,
-        "coefficients": tensor_or(table.rows, coefficients),
-        "h_table": tensor_or(table.rows, h),
-        "flags": tensor_or(table.rows, flags),
-        "parts": tensor_or(table.rows, parts),
+        "coefficients": coefficients,
+        "h_table": h,
+        "flags": flags,
+        "parts": parts,
     }
     for group, known in zip(table.launches, constants, strict=True):
         yield group.programs, {**of_all, "first": group.start, **known}
 
 
-def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int) -> dict[str, Any]:
+def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any]:
     """The compile-time arguments of a launch of ``pass_kernel``."""
     table, row, ahead = Table.of(work), group.like, 1
     if of.name == "detect":
@@ -170,7 +170,6 @@ def _constants(work: Work, of: Pass, group: Launch, has_scale: bool, width: int)
     return {
         "PASS": of.name,
         "DECIDED": of.decided,
-        "HAS_SCALE": has_scale,
         "REDUCE": of.reduce,
         "TERMS": of.terms,
         "WRITE": of.writes,
@@ -211,7 +210,6 @@ def pass_kernel(
     parts,
     PASS: tl.constexpr,
     DECIDED: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     REDUCE: tl.constexpr,
     TERMS: tl.constexpr,
     WRITE: tl.constexpr,
@@ -257,17 +255,16 @@ def pass_kernel(
         n_parts: the number of programs of all launches.
         coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
             the loss scale, and the clip coefficient. Unless ``DECIDED``, one element: the loss
-            scale of the gradients, read if ``HAS_SCALE``.
+            scale of the gradients; ``None`` without one.
         h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
-            wrote. Unless ``DECIDED``, one element, more than 0 to reject the gradients, read if
-            ``N_H``.
-        flags: float32, shape (n_parts,), written if there is such a term: 1 if it is "any" in the
-            chunk, else 0.
+            wrote. Unless ``DECIDED``, one element, more than 0 to reject the gradients. ``None``
+            without such numbers.
+        flags: float32, shape (n_parts,), written: 1 if the term "any" is true in the chunk, else 0.
+            ``None`` without that term.
         parts: float64, shape (other terms, n_parts), written. Squares of a row that is not part of
-            the norm are 0.
+            the norm are 0. ``None`` without other terms.
         PASS: the name of the pass.
         DECIDED: whether control has decided the step.
-        HAS_SCALE: whether the gradients are multiplied by a loss scale.
         REDUCE: see :attr:`Pass.reduce`.
         TERMS: see :attr:`Pass.terms`; as many of the terms that ``REDUCE`` returns are summed.
         WRITE: whether to store the unscaled gradients in place of the scaled ones.
@@ -311,7 +308,7 @@ def pass_kernel(
     if DECIDED:
         numbers = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
     else:
-        numbers = numbers_before(coefficients, h_table, HAS_SCALE, N_H, COMPUTE)
+        numbers = numbers_before(coefficients, h_table, N_H, COMPUTE)
     streams = streams_of(row, start, DTYPES, ALIGNS)
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
@@ -345,7 +342,7 @@ def pass_kernel(
                 DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES,
                 ENCODES, True, BLOCK, 1,
             )  # fmt: skip
-    to = parts + program
+    to = parts
     for i in tl.static_range(len(TERMS)):
         if TERMS[i] == "any":
             tl.store(flags + program, tl.max(totals[i], 0).to(tl.float32))
@@ -356,7 +353,7 @@ def pass_kernel(
                 total = tl.sum(totals[i], 0)
             if TERMS[i] == "squares":
                 total = tl.where(tl.load(row + COLUMNS - 3) != 0, total, 0.0)
-            tl.store(to, total.to(tl.float64))
+            tl.store(to + program, total.to(tl.float64))
             to += n_parts
 
 
