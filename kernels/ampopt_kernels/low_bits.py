@@ -41,18 +41,23 @@ LOW_BITS = torch.int8
 def joined(param, low, HALF: tl.constexpr):
     """The master: float32.
 
+    A user may have written to the parameter since, and not to the low bits. So the low bits may not
+    fit 0 and inf, which are left as they are.
+
     Args:
         param: the parameter, converted to float32.
         low: the low bits, int32.
         HALF: whether the parameter is float16; else it is bfloat16.
     """
     bits = int_bits(param)
+    low = tl.where(tl.abs(param) < float("inf"), low, 0)
     if HALF:
         near = low.to(tl.float32) * 2.3283064365386963e-10
         # Up to 2**-13, a last place is always 2**-24.
         near = tl.where(bits < 0, param - near, param + near)
         return tl.where(tl.abs(param) < 0.0001220703125, near, float_of(bits + low * 32))
     else:
+        low = tl.where((param == 0.0) & (low < 0), 0, low)
         return float_of(bits + low * 256)
 
 
