@@ -144,39 +144,28 @@ class LinesOfRanks:
                 each rank.
             over: what each mean of the rule is over, ``"rows"`` or ``"columns"``.
         """
-        self._agreement, self._over = agreement, over
+        self._agreement = agreement
         params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
         params = [param for param in params if param.ndim > 1]
         self._same = SameGradients(params)
-        self._size = self._same.size  # the counts come first, the sums after them
-        self._starts: dict[int, int] = {}
+        self._sizes = [self._same.size]  # the counts come first, the sums after them
+        self._first_parts: dict[int, int] = {}
         for param in params:
-            self._starts[id(param)] = self._size
-            self._size += sum(math.prod(shape_of_lines(param.shape, lines)) for lines in over)
+            self._first_parts[id(param)] = len(self._sizes)
+            self._sizes += [math.prod(shape_of_lines(param.shape, lines)) for lines in over]
 
-    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> None:
+    def __call__(self, works: Sequence[Work], lines: Sequence[list[LineSums]]) -> None:
         """See :data:`ampopt_kernels.step_data.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
         keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
-        pairs = list(zip(works, lines, strict=True))
-        device = next((work.device for work, own in pairs if own.stacks), works[0].device)
-        message = self._new_message(keys, device)
-        sharded = []
-        for work, own in pairs:
-            for (index, *_), sums in own.stacks.items():
-                row: Any = work.rows[index]
-                if row.row_column_means.shard is not None:  # then it is alone in the stack
-                    sharded.append((row, sums, self._views(message, row)))
-        for row, sums, views in sharded:
-            for over, local, whole in zip(row.row_column_means.over, sums, views, strict=True):
-                if row.in_norm:
-                    row.row_column_means.shard.put(over, local[0], whole)
-        self._add_up(message, keys)
-        for _, sums, views in sharded:
-            sums[:] = [whole[None] for whole in views]
+        each = [(work, stack) for work, of in zip(works, lines, strict=True) for stack in of]
+        device = (each[0][0] if each else works[0]).device
+        self._add_up(
+            [(work.rows[stack.members[0]], stack.sums) for work, stack in each], keys, device
+        )
 
     def join_without_gradients(self, device: torch.device) -> None:
         """Take part in the all-reduce of other ranks, without gradients on this one.
@@ -184,27 +173,31 @@ class LinesOfRanks:
         Raises:
             RuntimeError: see :meth:`SameGradients.check`.
         """
-        self._add_up(self._new_message([], device), [])
+        self._add_up([], [], device)
 
-    def _views(self, message: Tensor, row: Any) -> list[Tensor]:
-        """The places of the sums of ``row`` in ``message``, one tensor for each mean."""
-        shapes = [
-            shape_of_lines(row.row_column_means.whole_shape, lines)
-            for lines in row.row_column_means.over
-        ]
-        sizes = list(map(math.prod, shapes))
-        parts = message.narrow(0, self._starts[row.owner.key], sum(sizes)).split(sizes)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def _add_up(
+        self, stacks: Sequence[tuple[Any, list[Tensor]]], keys: Sequence[int], device: torch.device
+    ) -> None:
+        """Replace sums over local lines by those over whole parameters.
 
-    def _new_message(self, keys: Sequence[int], device: torch.device) -> Tensor:
-        """The tensor to all-reduce: counts of the gradients with these keys, then zeros."""
-        message = torch.zeros(self._size, dtype=widest(device), device=device)
-        self._same.write_counts(message[: self._same.size], keys)
-        return message
-
-    def _add_up(self, message: Tensor, keys: Sequence[int]) -> None:
-        """All-reduce ``message`` in place, and check the counts."""
-        if not self._starts:  # no parameter is a DTensor with rows and columns
+        Args:
+            stacks: the first row of each stack, and its sums; of a sharded parameter the only one.
+            keys: the ``id`` of each parameter with a gradient.
+            device: where to all-reduce.
+        """
+        if not self._first_parts:  # no parameter is a DTensor with rows and columns
             return
+        message = torch.zeros(sum(self._sizes), dtype=widest(device), device=device)
+        parts = message.split(self._sizes)
+        self._same.write_counts(parts[0], keys)
+        for row, sums in stacks:
+            own = row.row_column_means
+            if own.shard is not None:
+                for i, over in enumerate(own.over):
+                    part = parts[self._first_parts[row.owner.key] + i]
+                    whole = part.view(1, *shape_of_lines(own.whole_shape, over))
+                    if row.in_norm:
+                        own.shard.put(over, sums[i][0], whole[0])
+                    sums[i] = whole
         self._agreement.add_up_parameters(message)
-        self._same.check(message[: self._same.size], keys)
+        self._same.check(parts[0], keys)

@@ -131,16 +131,17 @@ class Eager(Backend):
             ),
         )
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], None]:
         """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
+        lines: list[LineSums] = []
         if self._sees_skip(decision):
-            return LineSums({}, {})
+            return lines, None
         assert work.rule is not None
-        averaged = {index for index, _ in work.averaged}
-        before = self._before_sums(work, work.rule, decision)
-        numbers = {index: h for index, _, _, h in before if index in averaged}
-        sums = {(index,): sums_of(work, index, h) for index, h in numbers.items()}
-        return LineSums(sums, {index: h[2:] for index, h in numbers.items()})
+        for index, row, _, h in self._before_sums(work, work.rule, decision):
+            if row.row_column_means is not None:
+                sums = [of_term[None] for of_term in sums_of(work, index, h)]
+                lines.append(LineSums((index,), sums, h[2:]))
+        return lines, None
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

@@ -13,7 +13,6 @@ of a parameter.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +21,12 @@ from torch import Tensor
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.tensors import widest
 
-__all__ = ["EVEN", "LineSums", "RowColumnMeans", "advance", "sums_of"]
+__all__ = ["LineSums", "RowColumnMeans", "advance", "sums_of"]
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are in memory at a time; on a CPU, as many as fit the cache of a core."""
 
-EVEN = 1 << 4
-"""A number that divides most row lengths: that many neighbours are in one row, and are read at
-once."""
 
-
-@dataclass
 class RowColumnMeans:
     """The means that a step takes of one parameter, of two dimensions or more, and their results.
 
@@ -42,46 +36,37 @@ class RowColumnMeans:
         factors: for each mean, the tensor that kernels read: one value for each row, or column, of
             this rank's shard, contiguous, in the arithmetic dtype. Each step overwrites it.
         shape: shape of this rank's shard.
+        whole_shape: shape of the whole parameter.
         shard: for a sharded parameter, its :class:`~ampopt._step.sharding.shards.ShardedMatrix`;
             else ``None``.
     """
 
-    over: tuple[str, ...]
-    states: tuple[Tensor, ...]
-    factors: tuple[Tensor, ...]
-    shape: tuple[int, ...]
-    shard: Any = None
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         over: tuple[str, ...],
         states: Sequence[Tensor],
         param: Tensor,
         dtype: torch.dtype,
         shard: Any = None,
-    ) -> "RowColumnMeans":
-        """The means of ``param``, this rank's shard or the whole parameter, with factors of 0."""
-        shape = tuple(param.shape)
-        factors = [
-            torch.zeros(shape_of_lines(shape, lines), dtype=dtype, device=param.device)
-            for lines in over
-        ]
-        return RowColumnMeans(over, tuple(states), tuple(factors), shape, shard)
+    ) -> None:
+        """Make factors of 0.
 
-    @property
-    def is_even(self) -> bool:
-        """Whether ``EVEN`` divides the length of a row."""
-        return self.shape[-1] % EVEN == 0
+        Args:
+            over: see the attribute.
+            states: see the attribute.
+            param: this rank's shard of the parameter, or the whole parameter.
+            dtype: the arithmetic dtype.
+            shard: see the attribute.
+        """
+        self.over, self.states, self.shard = over, states, shard
+        self.shape = tuple(param.shape)
+        self.whole_shape = self.shape if shard is None else shard.shape
+        self.factors = self._zeros(dtype, param.device)
 
-    @functools.cached_property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return self.shape if self.shard is None else self.shard.shape
-
-    @functools.cached_property
-    def of_rows(self) -> tuple[bool, ...]:
-        """For each mean, whether there is one for each row, not for each column."""
-        return tuple(lines == "rows" for lines in self.over)
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """For each mean zeros, one for each row, or column, of the shard."""
+        shapes = (shape_of_lines(self.shape, over) for over in self.over)
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -89,10 +74,9 @@ class RowColumnMeans:
         return (*map(Tensor.data_ptr, self.factors), *self.shape[-2:])
 
     def zero_sums(self) -> list[Tensor]:
-        """For each mean, zeros of the shard's shape of lines, in a stack of one: ``widest``."""
+        """For each mean, zeros for the sums over the lines of this rank's shard: ``widest``."""
         device = self.factors[0].device
-        shapes = (shape_of_lines(self.shape, lines) for lines in self.over)
-        return [torch.zeros(1, *shape, dtype=widest(device), device=device) for shape in shapes]
+        return self._zeros(widest(device), device)
 
     def at(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The factors of the elements from ``start`` to ``end``, each 1-d."""
@@ -101,27 +85,26 @@ class RowColumnMeans:
         rows = places // n
         columns = rows // m * n + places % n
         return tuple(
-            factor.reshape(-1)[rows if of_rows else columns]
-            for factor, of_rows in zip(self.factors, self.of_rows, strict=True)
+            factor.reshape(-1)[rows if over == "rows" else columns]
+            for factor, over in zip(self.factors, self.over, strict=True)
         )
 
 
 class LineSums(NamedTuple):
-    """The sums over the lines of the parameters that have gradients; none in a skipped step.
+    """The sums over the lines of a stack: parameters of one shape that have gradients.
 
     Attributes:
-        stacks: the sums of parameters of one shape, as ``Backend.sum_lines`` stacks them. The key
-            has the index of each parameter's row in the work, of one alone if it is sharded. The
-            sums are, for each mean, ``widest``: shape (parameters, *shape of the lines).
-        h: the numbers that ``averages`` gets: a tensor, shape (rows, width), or for each index a
-            sequence of numbers, or 0-d tensors, for parameters that are not stacked.
+        members: the index of each parameter's row in the work; of one alone if it is sharded.
+        sums: for each mean, the sums: ``widest``, shape (parameters, *shape of the lines).
+        h: the numbers that ``averages`` gets, each of which broadcasts over the stack.
     """
 
-    stacks: dict[tuple[int, ...], list[Tensor]]
-    h: Any
+    members: tuple[int, ...]
+    sums: list[Tensor]
+    h: tuple[Any, ...]
 
 
-def advance(work: Any, lines: LineSums, skip: Tensor | None) -> None:
+def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
     """Compute new states and factors from the sums of this step, and store them.
 
     As many launches for a stack as for one parameter. A mean that ``Rule.factors`` computes may be
@@ -130,48 +113,32 @@ def advance(work: Any, lines: LineSums, skip: Tensor | None) -> None:
     Args:
         work: the rows of one device.
         lines: the sums over lines, of whole parameters.
-        skip: more than 0 to keep the old states: 0-d. ``None`` if the host knows that the step is
-            not skipped.
+        skipped: whether to keep the old states: bool, 0-d. ``None`` if the host knows that the
+            step is not skipped.
     """
+    several = [work.rows[i].row_column_means for i in lines.members]
+    first, flags = several[0], work.rows[lines.members[0]].flags
+    if 0 in first.whole_shape:  # there is nothing to average over
+        return
     copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-    keeps = None if skip is None else skip > 0
-    for members, sums in lines.stacks.items():
-        several = [work.rows[i].row_column_means for i in members]
-        first, flags = several[0], work.rows[members[0]].flags
-        dtype, (m, n) = first.factors[0].dtype, first.whole_shape[-2:]
-        means = [(s / (n if r else m)).to(dtype) for s, r in zip(sums, first.of_rows, strict=True)]
-        old = [_stack(states) for states in zip(*(own.states for own in several), strict=True)]
-        new, factors = (), means
-        if work.rule.factors is not None:
-            h = _numbers_of(work, members, lines.h, dtype)
-            states = tuple(state.to(dtype) for state in old)
-            new, factors = work.rule.factors(tuple(means), states, h, flags)
-        if first.shard is not None:
-            here = zip(first.over, factors, strict=True)
-            factors = [first.shard.here(over, factor[0])[None] for over, factor in here]
-        targets = zip(*(own.states for own in several), strict=True)
-        for tensors, state, value in zip(targets, old, new, strict=True):
-            value = value.to(state.dtype)
-            copy(tensors, (value if keeps is None else torch.where(keeps, state, value)).unbind())
-        rooms = zip(*(own.factors for own in several), strict=True)
-        for tensors, factor in zip(rooms, factors, strict=True):
-            copy(tensors, factor.unbind())
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """``tensors`` along a new first dimension."""
-    return torch.stack(tuple(tensors)) if len(tensors) > 1 else tensors[0][None]
-
-
-def _numbers_of(work: Any, members: tuple[int, ...], h: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The numbers of a stack, each of which broadcasts over it; see :attr:`LineSums.h`."""
-    if not isinstance(h, Tensor):
-        return tuple(h[members[0]])
-    if len(members) < len(work.rows):
-        name = f"rows averaged with {members[0]}"
-        h = h[work.uploads.get(name, members, torch.int64, work.device)]
-    dims = len(work.rows[members[0]].row_column_means.shape)
-    return h.to(dtype).T.reshape(h.shape[1], -1, *[1] * dims).unbind()
+    dtype, (m, n) = first.factors[0].dtype, first.whole_shape[-2:]
+    means = tuple(
+        (sums / (n if over == "rows" else m)).to(dtype)
+        for sums, over in zip(lines.sums, first.over, strict=True)
+    )
+    states = list(zip(*(own.states for own in several), strict=True))
+    old = [torch.stack(own) if len(own) > 1 else own[0][None] for own in states]
+    new, factors = (), means
+    if work.rule.factors is not None:
+        new, factors = work.rule.factors(means, tuple(x.to(dtype) for x in old), lines.h, flags)
+    for tensors, before, after in zip(states, old, new, strict=True):
+        after = after.to(before.dtype)
+        copy(tensors, (after if skipped is None else torch.where(skipped, before, after)).unbind())
+    if first.shard is not None:
+        here = zip(first.over, factors, strict=True)
+        factors = [first.shard.here(over, factor[0])[None] for over, factor in here]
+    for i, factor in enumerate(factors):
+        copy([own.factors[i] for own in several], factor.unbind())
 
 
 def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:
@@ -184,7 +151,7 @@ def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:
             ``averages`` gets; numbers, or 0-d tensors of the arithmetic dtype.
 
     Returns:
-        As in :attr:`LineSums.stacks`, for one parameter.
+        As :attr:`LineSums.sums`, without the first dimension.
     """
     row = work.rows[index]
     own, (inverse, clip, *h) = row.row_column_means, coefficients
@@ -197,9 +164,9 @@ def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:
     for some, rows in _chunks(*stack, _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICES):
         g, p, *state = (t[some, rows].to(dtype) for t in tensors)
         terms = averages(p, g * inverse * clip, tuple(state), tuple(h), row.flags)
-        for total, of_rows, term in zip(totals, own.of_rows, terms, strict=True):
-            at = (some, rows) if of_rows else some
-            total[at] += term.sum(-1 if of_rows else -2, keepdim=True, dtype=total.dtype)
+        for total, over, term in zip(totals, own.over, terms, strict=True):
+            at, dim = ((some, rows), -1) if over == "rows" else (some, -2)
+            total[at] += term.sum(dim, keepdim=True, dtype=total.dtype)
     return sums
 
 

@@ -157,10 +157,12 @@ class Backend(ABC):
         )
 
     @abstractmethod
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], Tensor | None]:
         """Sum the terms of ``rule.averages`` over rows and columns of the shards of this rank.
 
-        No sums if the host knows that the step is skipped.
+        Returns:
+            The sums of each stack, none if the host knows that the step is skipped; and
+            ``decision.h``, computed if it was ``None`` and ``averages`` needs it.
         """
 
     @abstractmethod
@@ -274,12 +276,14 @@ def _with_lines(
         The decisions, with the numbers that ``averages`` got.
     """
     each = list(zip(backends, works, decisions, strict=True))
-    lines = [backend.sum_lines(work, decision) for backend, work, decision in each]
+    results = [backend.sum_lines(work, decision) for backend, work, decision in each]
     if request.agree_on_lines is not None:
-        request.agree_on_lines(works, lines)
-    for (backend, work, decision), own in zip(each, lines, strict=True):
-        advance(work, own, None if backend.host_sees else decision.skip)
-    return [replace(d, h=own.h) for d, own in zip(decisions, lines, strict=True)]
+        request.agree_on_lines(works, [stacks for stacks, _ in results])
+    for (backend, work, decision), (stacks, _) in zip(each, results, strict=True):
+        skipped = None if backend.host_sees else decision.skip > 0
+        for stack in stacks:
+            advance(work, stack, skipped)
+    return [replace(d, h=h) for d, (_, h) in zip(decisions, results, strict=True)]
 
 
 def _on(device: torch.device, request: Request) -> Request:

@@ -256,14 +256,6 @@ class Work:
         means = (row.row_column_means for row in self.rows)
         return (factor for own in means if own is not None for factor in own.factors)
 
-    @property
-    def averaged(self) -> Iterator[tuple[int, RowColumnMeans]]:
-        """Index and means of each row that has a gradient, and lines to average over."""
-        for index, row in enumerate(self.rows):
-            own = row.row_column_means
-            if own is not None and 0 not in own.whole_shape and self.is_present(index):
-                yield index, own
-
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtype of each scalar state, the same in every row that has it.

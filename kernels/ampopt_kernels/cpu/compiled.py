@@ -122,17 +122,16 @@ class Compiled(Backend):
         """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""
         return all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
-        """See :meth:`Backend.sum_lines`."""
+    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], None]:
+        """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
         skip, inverse, clip = decision.coefficients_on_host
-        table, lines = Table.of(work), LineSums({}, {})
+        table = Table.of(work)
+        lines: list[LineSums] = []
         for rows in () if skip > 0 else table.kinds or ():
             if "averages" in rows.kind.roles:
                 rows.before_sums(table, (inverse, clip))
-                own = rows.sum_lines(table, work.rows)
-                lines.stacks.update(own.stacks)
-                lines.h.update(own.h)
-        return lines
+                lines += rows.sum_lines(table, work.rows)
+        return lines, None
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

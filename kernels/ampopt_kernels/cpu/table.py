@@ -138,22 +138,22 @@ class KindTable:
         to = torch.get_num_threads(), sums.data_ptr()
         self._library.reduce(table.grads_at, *self._rows, *self._results, *to)
 
-    def sum_lines(self, table: "Table", rows: Sequence[ParamRow]) -> LineSums:
+    def sum_lines(self, table: "Table", rows: Sequence[ParamRow]) -> list[LineSums]:
         """The sums of each term of ``averages``, after :meth:`before_sums`; none are stacked.
 
         Args:
             table: has the gradients of this step.
             rows: the rows of the work.
         """
-        lines, width, to = LineSums({}, {}), self.kind.width_of("reduce"), array("q")
+        lines, width, to = [], self.kind.width_of("reduce"), array("q")
         for place, result in zip(self.members, self._of_rows, strict=True):
             own = rows[place].row_column_means
             assert own is not None
             sums = own.zero_sums()
             to.extend(map(Tensor.data_ptr, sums))
-            if result >= 0 and 0 not in own.whole_shape:
-                lines.stacks[(place,)] = sums
-                lines.h[place] = self._numbers[result * width + 2 : (result + 1) * width]
+            if result >= 0:
+                h = tuple(self._numbers[result * width + 2 : (result + 1) * width])
+                lines.append(LineSums((place,), [of_term[None] for of_term in sums], h))
         threads = torch.get_num_threads(), to.buffer_info()[0]
         self._library.averages(table.grads_at, *self._rows, *self._results, *threads)
         return lines

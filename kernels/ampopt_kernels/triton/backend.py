@@ -58,7 +58,7 @@ class Triton(Backend):
         decision = Decision(found_inf=h, coefficients=h, h=h if decides else None)
         compiling = self._compiling()
         if work.rule is not None and work.rule.averages is not None:
-            decision = replace(decision, h=compiling.sum_lines(work, decision).h)
+            decision = replace(decision, h=compiling.sum_lines(work, decision)[1])
         if _reduces(work):
             sums = compiling.reduce(work, decision)
             decision = replace(decision, sums=Sums(sums, sums.new_empty(sums.shape[1])))
@@ -154,14 +154,14 @@ class Triton(Backend):
         self._launch(device, control_kernel, 1, arguments)
         return decision
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], Tensor]:
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
         lines, h = lines_of(work), self._h_to_reduce(work, decision)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
         coefficients = decision.coefficients_on_device
         for programs, arguments in line_launches(work, coefficients, h, sums):
             self._launch(work.device, line_kernel, programs, arguments)
-        return LineSums(lines.by_stack(work, sums), h)
+        return list(lines.by_stack(work, sums, h)), h
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
         """The numbers of each row for ``reduce`` and ``averages``: float64, shape (rows, width)."""

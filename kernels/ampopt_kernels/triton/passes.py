@@ -185,7 +185,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
         "STOCHASTIC": row.rounds,
         "KEYED": row.random_key is not None,
         "JUMPS": len(row.indices.jumps),
-        "OF_ROWS": () if means is None else means.of_rows,
+        "OVER": () if means is None else means.over,
         "EVEN": 1 if means is None else group.even,
         **arguments_of(row.codecs, len(row.dtypes)),
         "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
@@ -225,7 +225,7 @@ def pass_kernel(
     STOCHASTIC: tl.constexpr,
     KEYED: tl.constexpr,
     JUMPS: tl.constexpr,
-    OF_ROWS: tl.constexpr,
+    OVER: tl.constexpr,
     EVEN: tl.constexpr,
     CODECS: tl.constexpr,
     DECODES: tl.constexpr,
@@ -284,8 +284,8 @@ def pass_kernel(
         KEYED: whether the row has a random key.
         JUMPS: the number of gaps in the positions of a row's elements; see
             ``ampopt_kernels.element_indices``.
-        OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
-            row of the matrix, false if one for each column; see ``row_column_factors.py``.
+        OVER: ``"rows"`` or ``"columns"`` for each factor of a matrix: what it has one value for;
+            see ``row_column_factors.py``.
         EVEN: a number that divides the row length of every matrix with such factors.
         CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
         DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
@@ -313,7 +313,7 @@ def pass_kernel(
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
     jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
-    factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
+    factors_at, place = factors_of(row, start, OVER, len(DTYPES), COMPUTE, EVEN)
     scales = scales_at(row + SCALES, start, CODECS)
     if KEYED:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
@@ -325,21 +325,21 @@ def pass_kernel(
     for offset in range(0, whole, AHEAD * BLOCK):
         totals = _with_blocks(
             totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-            DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES, ENCODES,
+            DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES, ENCODES,
             False, BLOCK, AHEAD,
         )  # fmt: skip
     if DECIDED:  # at most one block is left, and a loop would take more registers
         if whole < end:
             totals = _with_blocks(
                 totals, tensors, numbers, whole, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES,
+                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
                 ENCODES, True, BLOCK, 1,
             )  # fmt: skip
     else:
         for offset in range(whole, end, BLOCK):
             totals = _with_blocks(
                 totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OF_ROWS, EVEN, CODECS, DECODES,
+                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
                 ENCODES, True, BLOCK, 1,
             )  # fmt: skip
     to = parts
@@ -362,7 +362,7 @@ def _with_blocks(
     totals, tensors, numbers, offset, end, REDUCE: tl.constexpr, TERMS: tl.constexpr,
     WRITE: tl.constexpr, UPDATE: tl.constexpr, DRAWS: tl.constexpr, FLAGS: tl.constexpr,
     DTYPES: tl.constexpr, COMPUTE: tl.constexpr, HAS_COPY: tl.constexpr, LOW: tl.constexpr,
-    STOCHASTIC: tl.constexpr, OF_ROWS: tl.constexpr, EVEN: tl.constexpr, CODECS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, OVER: tl.constexpr, EVEN: tl.constexpr, CODECS: tl.constexpr,
     DECODES: tl.constexpr, ENCODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +380,7 @@ def _with_blocks(
         # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
         grad = values[0] * inverse * clip  # pyright: ignore
         param, state = with_master(values, LOW, DTYPES)
-        state = state + load_factors(factors_at, place, at, live, OF_ROWS, EVEN, MASKED)
+        state = state + load_factors(factors_at, place, at, live, OVER, EVEN, MASKED)
         if len(TERMS) > 0:
             terms = REDUCE(param, grad, state, h, FLAGS)  # pyright: ignore
             totals = _with_terms(totals, terms, live, TERMS, MASKED, BLOCK)

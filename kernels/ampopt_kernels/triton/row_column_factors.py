@@ -7,7 +7,7 @@ __all__ = ["factors_of", "load_factors"]
 
 @jit
 def factors_of(
-    row, start, OF_ROWS: tl.constexpr, COLUMN: tl.constexpr, COMPUTE: tl.constexpr,
+    row, start, OVER: tl.constexpr, COLUMN: tl.constexpr, COMPUTE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the factors of one chunk, and the position of the chunk in its matrix.
@@ -15,8 +15,8 @@ def factors_of(
     Args:
         row: pointer to the parameter's row of the table of addresses.
         start: the first element of the chunk.
-        OF_ROWS: tuple of bool, one for each factor: true if it has one value for each row of the
-            matrix, false if one for each column. Empty for a rule without factors.
+        OVER: ``"rows"`` or ``"columns"`` for each factor: what it has one value for. Empty for a
+            rule without factors.
         COLUMN: the column of the table with the address of the first factor. The last factor's
             column is followed by m and n, the rows and columns of a matrix.
         COMPUTE: the dtype of the factors.
@@ -29,14 +29,14 @@ def factors_of(
     """
     pointers = ()
     place = ()
-    if len(OF_ROWS) > 0:
-        m = tl.load(row + COLUMN + len(OF_ROWS))
-        n = tl.multiple_of(tl.load(row + COLUMN + len(OF_ROWS) + 1), EVEN)
+    if len(OVER) > 0:
+        m = tl.load(row + COLUMN + len(OVER))
+        n = tl.multiple_of(tl.load(row + COLUMN + len(OVER) + 1), EVEN)
         first = start // n
         matrix = first // m
-        for i in tl.static_range(len(OF_ROWS)):
+        for i in tl.static_range(len(OVER)):
             pointer = tl.load(row + COLUMN + i).to(tl.pointer_type(COMPUTE))
-            if OF_ROWS[i]:
+            if OVER[i] == "rows":
                 pointers = pointers + (pointer + first,)
             else:
                 pointers = pointers + (tl.multiple_of(pointer + matrix * n, EVEN),)
@@ -51,7 +51,7 @@ def factors_of(
 
 @jit
 def load_factors(
-    pointers, place, at, live, OF_ROWS: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr
+    pointers, place, at, live, OVER: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr
 ):
     """The factors of some elements of a chunk: a tuple of blocks, one for each factor.
 
@@ -60,20 +60,20 @@ def load_factors(
         place: the chunk's position in its matrix; see :func:`factors_of`.
         at: int32 block, the elements, counted from the beginning of the chunk.
         live: bool block, which elements exist; read if ``MASKED``.
-        OF_ROWS: see :func:`factors_of`.
+        OVER: see :func:`factors_of`.
         EVEN: see :func:`factors_of`.
         MASKED: whether some of the elements do not exist.
     """
     blocks = ()
-    if len(OF_ROWS) > 0:
+    if len(OVER) > 0:
         row0, column0, m, n = place
         rows = (column0 + at) // n
         columns = (row0 + rows) // m * n + (column0 + at) - rows * n
         # EVEN neighbours are in one row: EVEN divides n and the first element of the chunk.
         rows = tl.max_constancy(rows, EVEN)
         columns = tl.max_contiguous(tl.multiple_of(columns, EVEN), EVEN)
-        for i in tl.static_range(len(OF_ROWS)):
-            if OF_ROWS[i]:
+        for i in tl.static_range(len(OVER)):
+            if OVER[i] == "rows":
                 where = pointers[i] + rows
             else:
                 where = pointers[i] + columns

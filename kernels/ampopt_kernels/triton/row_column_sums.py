@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
-from ampopt_kernels.row_column_means import EVEN
+from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
-from ampopt_kernels.triton.table import Table, state_columns
+from ampopt_kernels.triton.table import EVEN, Table, state_columns
 
 __all__ = ["LineLaunch", "Lines", "line_kernel", "line_launches", "lines_of"]
 
@@ -61,42 +61,46 @@ class Lines:
         stacks: by the indices of matrices that have one shape and kind, for each term, where its
             sums are: the first sum, and the number of programs that share a line. The sums have
             the shape (matrices, programs, lines). A sharded parameter is a stack of its own.
-        launches: for each launch one of its rows, its first program, and the one after its last.
-        tiles: for each program its row, first line, first element along the line, and the index of
-            its first sum.
+        tiles: for each launch, of each program its row, first line, first element along the line,
+            and the index of its first sum.
         size: the number of sums.
     """
 
     stacks: dict[tuple[int, ...], list[tuple[int, int]]]
-    launches: dict[LineLaunch, tuple[ParamRow, int, int]]
-    tiles: list[int]
+    tiles: dict[LineLaunch, list[int]]
     size: int
 
-    def by_stack(self, work: Work, sums: Tensor) -> dict[tuple[int, ...], list[Tensor]]:
-        """Add up the parts of each line; see ``LineSums.stacks``.
+    def by_stack(self, work: Work, sums: Tensor, h: Tensor) -> Iterator[LineSums]:
+        """Add up the parts of each line.
 
         Args:
             work: the rows.
             sums: float64, shape (size,): what ``line_kernel`` wrote.
+            h: see ``line_kernel``.
         """
-        stacks = {}
         for members, of_terms in self.stacks.items():
             # Only matrices with a gradient: a mean over a larger stack may be rounded differently.
             present = [i for i, row in enumerate(members) if work.is_present(row)]
-            own = work.rows[members[0]].row_column_means
-            if own is None or not present:
+            if not present:
                 continue
-            totals = []
+            row, rows = work.rows[members[0]], [members[i] for i in present]
+            own, totals = row.row_column_means, []
+            assert own is not None
             for over, (start, parts) in zip(own.over, of_terms, strict=True):
                 shape = shape_of_lines(own.shape, over)
                 of_term = sums[start : start + len(members) * parts * math.prod(shape)]
-                total = of_term.view(len(members), parts, -1).sum(1).view(-1, *shape)
-                if len(present) < len(members):
-                    name = f"present of lines {members[0]}"
-                    total = total[work.uploads.get(name, present, torch.int64, work.device)]
-                totals.append(total)
-            stacks[tuple(members[i] for i in present)] = totals
-        return stacks
+                total = of_term.view(len(members), parts, *shape).sum(1)
+                totals.append(_chosen(work, total, f"present of lines {members[0]}", present))
+            numbers = _chosen(work, h, f"rows averaged with {members[0]}", rows)
+            each = numbers.to(row.compute_dtype).T.reshape(-1, len(rows), *[1] * len(own.shape))
+            yield LineSums(tuple(rows), totals, each.unbind())
+
+
+def _chosen(work: Work, tensor: Tensor, name: str, indices: list[int]) -> Tensor:
+    """The entries of ``tensor`` at the ``indices`` of this name, which increase."""
+    if len(indices) == len(tensor):
+        return tensor
+    return tensor[work.uploads.get(name, indices, torch.int64, work.device)]
 
 
 def lines_of(work: Work) -> Lines:
@@ -112,7 +116,7 @@ def _divided(rows: Sequence[ParamRow], table: Table) -> Lines:
     of_kind: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
         own = row.row_column_means
-        if own is not None and 0 not in own.whole_shape:
+        if own is not None:
             alone = None if own.shard is None else index
             kind = (row.kind, table.aligned[index], own.over, own.shape, alone)
             of_kind.setdefault(kind, []).append(index)
@@ -135,32 +139,25 @@ def _divided(rows: Sequence[ParamRow], table: Table) -> Lines:
                     for line in range(0, lines if length else 0, block[0]):
                         tiles.setdefault(launch, []).extend((index, line, start, size + line))
                     size += lines
-    launches, flat = {}, []
-    for launch, some in tiles.items():
-        first = len(flat) // 4
-        flat += some
-        launches[launch] = rows[some[0]], first, len(flat) // 4
-    return Lines(stacks, launches, flat, size)
+    return Lines(stacks, tiles, size)
 
 
 def line_launches(
     work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of programs and the arguments of each launch of ``line_kernel``."""
-    rule, table, lines = work.rule, Table.of(work), lines_of(work)
+    rule, table = work.rule, Table.of(work)
     assert rule is not None
-    if not lines.launches:
-        return
-    tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
-    for launch, (row, first, end) in lines.launches.items():
+    for number, (launch, tiles) in enumerate(lines_of(work).tiles.items()):
+        row = work.rows[tiles[0]]
         assert row.row_column_means is not None
         n = 2 + len(row.state) + (row.low is not None)
+        name = f"tiles of lines, launch {number}"
         yield (
-            end - first,
+            len(tiles) // 4,
             {
                 "table": table.rows,
-                "tiles": tiles,
-                "first": first,
+                "tiles": work.uploads.get(name, tiles, torch.int64, work.device),
                 "coefficients": coefficients,
                 "h_table": h,
                 "sums": sums,
@@ -173,7 +170,7 @@ def line_launches(
                 "LOW": row.low is not None,
                 "N_H": h.shape[1],
                 "TERM": launch.term,
-                "OF_ROWS": row.row_column_means.of_rows[launch.term],
+                "OF_ROWS": row.row_column_means.over[launch.term] == "rows",
                 "SIZES": len(row.dtypes) + len(row.row_column_means.over),
                 "SCALES": 2 + state_columns(rule),
                 "EVEN": EVEN if launch.aligned else 1,
@@ -189,7 +186,6 @@ def line_launches(
 def line_kernel(
     table,
     tiles,
-    first,
     coefficients,
     h_table,
     sums,
@@ -220,9 +216,8 @@ def line_kernel(
 
     Args:
         table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
-        tiles: int64, shape (programs of all launches, 4): row, first line, first element along the
-            line, and index of the first sum.
-        first: the number of this launch's first program in ``tiles``.
+        tiles: int64, shape (programs, 4): row, first line, first element along the line, and index
+            of the first sum.
         coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
             the loss scale, and the clip coefficient.
         h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
@@ -251,7 +246,7 @@ def line_kernel(
     """
     if tl.load(coefficients) > 0:
         return
-    tile = tiles + 4 * (first + tl.program_id(0)).to(tl.int64)
+    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     index = tl.load(tile)
     row = table + index * COLUMNS
     inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)

@@ -38,11 +38,19 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.element_indices import NUMBERS
-from ampopt_kernels.row_column_means import EVEN
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_tensors import ParamRow, Work
 
-__all__ = ["BLOCK", "CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "EVEN",
+    "PROGRAMS",
+    "Launch",
+    "Table",
+    "hyper_table",
+    "state_columns",
+]
 
 BLOCK = 1 << 10
 """Elements that a program reads at a time: eight for each thread, 16 bytes of a 2-byte dtype.
@@ -58,6 +66,10 @@ More programs use the bandwidth better, since those that run at a time are close
 memory, and the last wave is shorter. But control reduces one flag for each program. For the figures
 see "Sizes of chunks" in ``kernels/PREDICTIONS.md``.
 """
+
+EVEN = 1 << 4
+"""A number that divides most row lengths: that many neighbours are in one row, and are read at
+once."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,7 @@ class Table:
             rows += [int(row.in_norm), row.variant, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
             means = row.row_column_means
-            even = aligned[index] and means is not None and means.is_even
+            even = aligned[index] and means is not None and means.shape[-1] % EVEN == 0
             kinds.setdefault((row.kind, aligned[index], even), []).append(index)
         chunk = _chunk(sum(sizes))
         blocks: list[int] = []

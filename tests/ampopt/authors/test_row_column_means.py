@@ -168,7 +168,7 @@ def test_on_a_device_a_skip_is_selected():
 
     p, average = torch.ones(2, 3), torch.zeros(2, 3)
     states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]
-    means = RowColumnMeans.of(RULE.averages_for((False, False)), states, p, torch.float32)
+    means = RowColumnMeans(RULE.averages_for((False, False)), states, p, torch.float32)
     row = ParamRow(p.dtype, p, (average,), flags=(False, False), row_column_means=means)
     for bad, kept in ((float("inf"), True), (0.0, False)):
         before = [t.clone() for t in (p, average, *states)]

@@ -401,12 +401,13 @@ def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> An
     """The means of a parameter, and what the pass ``sum_lines`` returns for it."""
     grad, param, state = tensors
     dtype = arithmetic(grad.dtype, param.dtype)
-    own = RowColumnMeans.of(LINES.averages_for((both,)), (), param, dtype)
+    own = RowColumnMeans(LINES.averages_for((both,)), (), param, dtype)
     row = ParamRow(grad.dtype, param, (state,), flags=(both,), row_column_means=own)
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
     backend.prepare(work, decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
-    return own, [sums.squeeze(0) for sums in backend.sum_lines(work, decision).stacks[(0,)]]
+    (stack,), _ = backend.sum_lines(work, decision)
+    return own, [sums.squeeze(0) for sums in stack.sums]
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]

@@ -73,7 +73,7 @@ def row_column_means_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dt
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
     rows = p.numel() // columns
     shaped = p.view(-1, rows // (2 - rows % 2), columns)
-    means = RowColumnMeans.of(over, (), shaped, dtype)
+    means = RowColumnMeans(over, (), shaped, dtype)
     for factor in means.factors:
         factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
     return means
