@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 import numbers
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,10 +15,11 @@ from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.param_rows import random_key_of
 from ampopt._step.rule_state import convert, widen_scalars
-from ampopt._step.small_states import RANDOM_KEY, codes_key, scale_key
+from ampopt._step.small_states import CODES, RANDOM_KEY, codes_key, scale_key
 from ampopt._step.tensor_subclasses import copy_of, inner_names
 from ampopt._step.torch_private import pytree
 from ampopt_kernels import rules
+from ampopt_kernels.codecs import SIGNED
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["check_loaded", "convert_loaded", "loaded_uncast"]
@@ -116,7 +118,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
                 f"optimizer has; {name} has {[part.name for part in rule.state]}. {wrong}"
             )
         counts = any(part.name == "step" for part in rule.scalar_state)
-        if counts and "step" not in state and any(part.name in state for part in rule.state):
+        kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
+        if counts and "step" not in state and kept & state.keys():
             raise ValueError(
                 f"the state to be loaded has no 'step', the count of steps, of parameter {key}, "
                 f"but {sorted(state)}. {wrong}"
@@ -136,11 +139,12 @@ def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
     """Raise for an entry of ``state`` of parameter ``key`` that is of the wrong kind.
 
     Raises:
-        TypeError: it is neither a tensor nor a number.
+        TypeError: it is neither a tensor nor a number, or has codes that were cast.
         ValueError: it is a count that no step makes, or has no values.
     """
     rule = optimizer.rule
-    coded = {codes_key(name) for name in (MASTER, *(part.name for part in rule.state))}
+    coded = {codes_key(MASTER): CODES}
+    coded |= {codes_key(part.name): (*CODES, (part.codec or SIGNED).dtype) for part in rule.state}
     scales = {scale_key(part.name) for part in rule.state}
     scalars = {RANDOM_KEY, *(part.name for part in rule.scalar_state)}
     names = {MASTER, *(part.name for part in rule.state), *coded, *scales, *scalars}
@@ -152,12 +156,14 @@ def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
             wrong = ValueError, "has no values: load it onto a device"
         elif name in ("step", RANDOM_KEY) and not _is_count(value):
             wrong = ValueError, "must be a whole number, 0 or more"
+        elif name in coded and getattr(value, "dtype", None) not in coded[name]:
+            wrong = TypeError, "are codes: do not cast them, keep the dtype that was saved"
         if wrong is not None:
             error, what = wrong
             raise error(
-                f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
-                f"{name!r} of parameter {key}, which {what}. Nothing was loaded: fix the entry in "
-                "state_dict['state']"
+                f"the state to be loaded has {reprlib.repr(value)}, of type "
+                f"{type(value).__name__}, for {name!r} of parameter {key}, which {what}. Nothing "
+                "was loaded: fix the entry in state_dict['state']"
             )
 
 

@@ -676,6 +676,7 @@ def test_entries_whose_names_another_optimizer_uses_are_loaded(bits_):
     ("name", "value", "error", "message"),
     [
         ("exp_avg_codes", None, TypeError, "has None, .*'exp_avg_codes' of .* must be a tensor"),
+        ("exp_avg_codes", torch.zeros(3), TypeError, "are codes: do not cast them"),
         ("step", -1.0, ValueError, "has -1.0, .*'step' of .* must be a whole number, 0 or more"),
         ("step", torch.tensor(NAN), ValueError, "'step' of .* must be a whole number"),
         ("rounding_key", NAN, ValueError, "'rounding_key' of .* must be a whole number"),
@@ -689,8 +690,11 @@ def test_an_entry_of_the_wrong_kind_is_refused_when_it_is_loaded(name, value, er
     _refused(saved, error, message + ".*Nothing was loaded")
 
 
-def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded():
+@pytest.mark.parametrize("suffix", ["", "_codes"])
+def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded(suffix):
     saved = _saved(ampopt.AdamW)
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name + suffix] = saved["state"][0].pop(name).to(torch.int8)
     del saved["state"][0]["step"]
     _refused(saved, ValueError, "has no 'step', the count of steps, of parameter 0")
 
