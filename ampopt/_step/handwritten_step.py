@@ -189,7 +189,7 @@ class HandwrittenStep(StepStrategy):
 
     def step_is_over(self) -> None:
         """See :class:`StepStrategy`."""
-        self.phase.end()
+        super().step_is_over()
         if self._decision is None:
             # Not before the step: that of a wrapper calls a control point of the inner optimizer.
             self.untold_scale.warn()

@@ -31,7 +31,7 @@ def decided_elsewhere(
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
-    The scale stays as it is if no rank has gradients.
+    If no rank has gradients, the scale and the statistics of skip conditions stay as they are.
 
     Args:
         request: the request of the call.
@@ -44,7 +44,11 @@ def decided_elsewhere(
     if all_reduce is None or device is None:
         return None
     check_request = replace(request, write=False, apply=False, agree=all_reduce)
+    known = [check.statistics for check in request.checks(device) if check.statistics is not None]
+    before = [statistics.clone() for statistics in known]
     decision = run(backend_for, [Work(device, [])], check_request)
+    for statistics, old in zip(known, before, strict=True):
+        statistics.copy_(torch.where(all_reduce.any_gradients, statistics, old))
     return decision.with_schedule_where(all_reduce.any_gradients, request)
 
 

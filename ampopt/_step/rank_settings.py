@@ -35,7 +35,8 @@ class LeftOut:
 
     Attributes:
         count: how often ``zero_grad`` has cleared gradients that no all-reduce had decided on.
-        is_decided: whether there was an all-reduce since the last ``zero_grad``.
+        is_decided: whether there was an all-reduce, or a step, since the last ``zero_grad``. A
+            plain step uses gradients without an all-reduce, on all ranks alike.
     """
 
     count: int = 0

@@ -72,7 +72,8 @@ def agreement(
         NoCommonGroupError: no known mesh contains the meshes of all parameters.
         TypeError: ``process_group`` is not a process group, or ``replicated`` of a param group is
             not a ``bool``.
-        ValueError: ``process_group`` lacks this rank, or a rank of a parameter's mesh.
+        ValueError: ``process_group`` lacks this rank, or a rank of a parameter's mesh; or there are
+            no parameters on this rank, so that no device for the all-reduce is known.
     """
     replicated = [check_replicated(group) for group in param_groups]
     is_told = process_group is not None
@@ -101,6 +102,12 @@ def agreement(
     groups = groups_of(mesh) if process_group is None else [process_group]
     if all(torch.distributed.get_world_size(group) == 1 for group in groups):
         return None
+    if next(params_of(param_groups), None) is None:
+        raise ValueError(
+            "the optimizer has no parameters on this rank, so it does not know the device on which "
+            "to all-reduce with the other ranks of process_group: give it one parameter on that "
+            "device, such as torch.nn.Parameter(torch.zeros(1)), which needs no gradient"
+        )
     return Agreement(
         param_groups,
         replicated,

@@ -163,6 +163,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def step_is_over(self) -> None:
         """Called after every ``optimizer.step``, before its post-hooks, whoever called it."""
+        self.left_out.is_decided = True
         self.phase.end()
 
     def check_step(self) -> None:

@@ -317,6 +317,37 @@ def test_a_gradient_that_one_rank_cannot_step_with_after_a_closure_raises_on_bot
     assert "the closure has raised on another rank" in second
 
 
+def stepped_without_a_scale_before() -> list[float]:
+    """The values after a plain step, of which rank 1 had no gradient, and a step with a scale."""
+    p = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
+    p.grad = None if torch.distributed.get_rank() else torch.ones(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    p.grad = torch.ones(1)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    return p.tolist()
+
+
+def test_gradients_that_a_plain_step_has_used_were_not_left_out(two_ranks):
+    assert two_ranks.run(stepped_without_a_scale_before, timeout=10) == [[0.25], [0.75]]
+
+
+def without_parameters() -> str:
+    group: dict[str, Any] = {"params": []}
+    optimizer = ampopt.SGD([group], lr=0.5, process_group=world())
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_without_parameters_is_refused(two_ranks):
+    for text in two_ranks.run(without_parameters, timeout=10):
+        assert "no parameters on this rank" in text
+
+
 def outside() -> str:
     group = torch.distributed.new_group([0])
     try:

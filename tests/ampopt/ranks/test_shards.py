@@ -428,6 +428,29 @@ def test_a_rank_without_gradients_takes_part(two_ranks, name, max_norm, form):
     assert scales[:3] == [8.0, 16.0, 16.0]  # where nobody has gradients, it learns nothing
 
 
+def statistics_of_no_gradients(name: str) -> Any:
+    """What is known of norm and loss after steps without gradients on any rank, and after one."""
+    p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
+    optimizer = named(name)([p], lr=0.5)
+    handle = ampopt.skip_when(optimizer, norm_deviations=6.0, loss_deviations=6.0, warmup=2)
+    for _ in range(3):
+        optimizer.unscale_and_step(grads_scaled_by=2.0, loss=1.0)
+    before = handle.state_dict()
+    if torch.distributed.get_rank():
+        p.grad = torch.ones_like(p)
+    found_inf = optimizer.unscale_and_step(grads_scaled_by=2.0, loss=1.0).found_inf
+    return before, handle.state_dict(), found_inf.item()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Plain"])
+def test_skip_when_counts_no_step_in_which_no_rank_has_gradients(two_ranks, name):
+    for before, after, found_inf in two_ranks.run(statistics_of_no_gradients, name):
+        assert before == {"norm": [0.0] * 3, "loss": [0.0] * 3}
+        assert after["loss"] == [1.0, 1.0, 0.0]
+        assert after["norm"][0] == 1.0
+        assert found_inf == 0.0
+
+
 def with_gradients_of(which: int, name: str, plain: bool) -> str:
     """The error of a step on whole matrices, if only some ranks have gradients."""
     p: Any = Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0]))
