@@ -41,12 +41,10 @@ __all__ = [
     "encoded",
     "encoded_each",
     "limits",
-    "n_blocks",
     "pair_and_part",
     "scale_of",
     "scales_at",
     "uniform",
-    "with_scales",
 ]
 
 BLOCK = 128
@@ -247,11 +245,6 @@ def limits(codec: Codec) -> tuple[float, float] | None:
     return float(torch.iinfo(codec.dtype).min), float(torch.iinfo(codec.dtype).max)
 
 
-def n_blocks(codec: Codec, numel: int) -> int:
-    """The number of scales of ``numel`` elements."""
-    return -(-numel // codec.block)
-
-
 def decoded(codes: Tensor, codec: Codec, scales: Tensor | None) -> Tensor:
     """The values of a state.
 
@@ -329,14 +322,6 @@ def scales_at(
         None if own is None or codec is None else own[start // codec.block : -(-end // codec.block)]
         for own, codec in zip(scales, codecs, strict=True)
     ]
-
-
-def with_scales(tensors: Sequence[Tensor], codecs: Sequence[Codec | None]) -> tuple[Any, ...]:
-    """``tensors`` without the scales at their end, then a list with those of each state."""
-    n = sum(codec is not None and codec.has_scales for codec in codecs)
-    scales = iter(tensors[len(tensors) - n :])
-    each = [next(scales) if codec is not None and codec.has_scales else None for codec in codecs]
-    return (*tensors[: len(tensors) - n], each)
 
 
 def decoded_each(

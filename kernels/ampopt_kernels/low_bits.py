@@ -14,8 +14,6 @@ parameter above 2**-17; below, it is within 2**-32, as float16 has no smaller ex
 parameter beyond 65504 is infinite, as with float32 masters, and so is its master.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -24,13 +22,11 @@ from ampopt_kernels.language import chance, float_of, int_bits, jit, tl
 
 __all__ = [
     "LOW_BITS",
-    "has_low_bits",
     "joined",
     "low_bits_of",
     "master_of",
     "split",
     "split_master",
-    "with_master",
 ]
 
 LOW_BITS = torch.int8
@@ -124,17 +120,3 @@ def low_bits_of(param: Tensor, master: Tensor) -> Tensor:
     low = torch.where(top == param, low, torch.where(master.abs() > value.abs(), 127, -128))
     low = torch.where(value.isfinite() & (value != 0), low, low.clamp_min(0))
     return torch.where(value.isfinite(), low, 0).to(LOW_BITS)
-
-
-def has_low_bits(tensors: Sequence[Tensor], n_states: int) -> bool:
-    """Whether low bits follow gradient, parameter and ``n_states`` states in ``tensors``."""
-    return len(tensors) > 2 + n_states and tensors[2 + n_states].dtype == LOW_BITS
-
-
-def with_master(tensors: list[Tensor], n_states: int) -> list[Tensor]:
-    """``tensors`` with the master in place of a parameter and its low bits, if there are any."""
-    if not has_low_bits(tensors, n_states):
-        return tensors
-    grad, param, *others = tensors
-    master = master_of(param, others.pop(n_states))
-    return [grad, master, *others]

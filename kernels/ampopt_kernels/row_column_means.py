@@ -4,7 +4,7 @@ A step sums terms over rows and columns (``Backend.sum_lines``), adds up the sum
 computes from the means new states, and *factors* (:func:`advance`). ``reduce`` and ``update`` read
 the factors, broadcast over the parameter. Means are small, so all backends compute with them in
 torch operations. The sums read whole gradients: the CPU backend has a compiled loop for them
-(``averages`` in ``cpu.loops``), Triton a kernel (``triton.lines``).
+(``averages`` in ``cpu.loops``), Triton a kernel (``triton.row_column_sums``).
 
 A *line* is a row or a column. Rows and columns here are those of matrices: the last two dimensions
 of a parameter.

@@ -402,10 +402,6 @@ class Rule:
 
         return torch_language.dividing(with_unused)
 
-    def width(self, n_hyper: int) -> int:
-        """Length of the ``h`` of ``update``, given ``n_hyper`` hyperparameters."""
-        return self.widths(n_hyper).update
-
     @functools.cached_property
     def widths(self) -> "Callable[[int], Widths]":
         """A function from the number of hyperparameters to :class:`Widths`."""

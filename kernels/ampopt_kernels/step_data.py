@@ -246,11 +246,6 @@ class Decision:
         return self.coefficients_on_device[0]
 
     @property
-    def inverse(self) -> Tensor:
-        """Reciprocal of the loss scale: ``widest``, 0-d, on the device."""
-        return self.coefficients_on_device[1]
-
-    @property
     def clip(self) -> Tensor:
         """Clip coefficient: ``widest``, 0-d, on the device."""
         return self.coefficients_on_device[2]

@@ -11,7 +11,6 @@ __all__ = [
     "flat",
     "is_dense",
     "real",
-    "times",
     "was_freed",
     "widest",
 ]
@@ -65,14 +64,6 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.ndim == 1 and tensor.is_contiguous():
         return tensor  # a fifth of the time of a view
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def times(tensor: Tensor, *factors: float) -> Tensor:
-    """``tensor`` multiplied by each of ``factors`` in turn, rounding each time; 1 is skipped."""
-    for factor in factors:
-        if factor != 1:
-            tensor = tensor * factor
-    return tensor
 
 
 @functools.cache  # called for each of hundreds of tensors

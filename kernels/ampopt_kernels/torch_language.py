@@ -16,11 +16,12 @@ import torch
 
 from ampopt_kernels.tensors import widest
 
-__all__ = ["bind", "copied", "dividing", "jit"]
+__all__ = ["FUNCTIONS", "bind", "copied", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
 uint32 = int64  # torch has no shifts and products of uint32; code masks with 0xFFFFFFFF
+_DTYPES = "float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32"
 static_range = range
 
 
@@ -74,6 +75,10 @@ cos = _unary(torch.cos, math.cos)
 floor = _unary(torch.floor, lambda x: float(math.floor(x)))
 ceil = _unary(torch.ceil, lambda x: float(math.ceil(x)))
 sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
+
+FUNCTIONS = {name for name, value in [*vars().items()] if hasattr(value, "on_number")}
+FUNCTIONS |= {"static_range", "where"}
+"""The functions of ``tl`` that every backend has."""
 
 
 def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
@@ -195,7 +200,7 @@ def __getattr__(name: str) -> Any:
             "in random numbers): write "
             f"from ampopt_kernels import {name}, and call {name}(...)"
         )
-    offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
+    offered = sorted((*FUNCTIONS, *_DTYPES))
     raise AttributeError(
         f"the rule uses tl.{name}, which not every backend has. All backends have: "
         f"{', '.join(offered)}. Write the rule with these, and with maximum, minimum, power, sign "
@@ -227,30 +232,6 @@ def _on_numbers() -> _Language:
     replaced["where"] = lambda c, a, b: a if c is True or (c is not False and _holds(c)) else b
     replaced["HELPERS"] = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
     return _Language(**replaced)
-
-
-_NOT_LANGUAGE = {
-    "HELPERS",
-    "bind",
-    "constexpr",
-    "copied",
-    "ctypes",
-    "dividing",
-    "functools",
-    "in_float64",
-    "jit",
-    "of_scalars",
-    "on_numbers",
-    "math",
-    "types",
-    "torch",
-    "Any",
-    "Callable",
-    "widest",
-    "offered",
-    "sys",
-    "name",
-}
 
 
 def bind(function: Any, language: Any = None) -> Callable[..., Any]:

@@ -105,8 +105,8 @@ def test_states_exist_under_their_flags():
 
 
 def test_width_is_what_scalars_return():
-    assert RULE.width(4) == 5
-    assert Rule(update=update, hyper=("lr",)).width(3) == 3
+    assert RULE.widths(4).update == 5
+    assert Rule(update=update, hyper=("lr",)).widths(3).update == 3
 
 
 def test_without_scalars_hyperparameters_pass_through():

@@ -118,11 +118,6 @@ class CodedStates:
             program.before.append(f"float* __restrict s{i} = (float*)tensors[{place}];")
         program.before += [f"float v{i}[BLOCK];" for i in self._codecs]
 
-    @property
-    def n_scales(self) -> int:
-        """The number of tensors of scales."""
-        return sum(codec.has_scales for codec in self._codecs.values())
-
     def __bool__(self) -> bool:
         """Whether any state has a codec."""
         return bool(self._codecs)

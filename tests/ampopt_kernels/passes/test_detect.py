@@ -130,7 +130,8 @@ def test_gradients_that_are_unscaled_already_are_not_divided(engine):
     partials = ENGINES[engine]().detect(work, of_sums)
     assert partials.squares is not None
     assert partials.squares.tolist() == pytest.approx([12.0])
-    assert ENGINES[engine]().control(work, of_sums, partials).inverse == 1.0
+    decision = ENGINES[engine]().control(work, of_sums, partials)
+    assert decision.coefficients_on_host.inverse == 1.0
 
 
 @each_engine
