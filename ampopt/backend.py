@@ -125,9 +125,9 @@ def lacking(name: str) -> str | None:
         )
     if name == "triton" and not (INTERPRETED or _finds_accelerator()):
         return (
-            f"the triton backend needs an accelerator ({', '.join(ACCELERATORS)}), and "
-            "torch finds none, or Triton's interpreter, for tests: set TRITON_INTERPRET=1 before "
-            "importing ampopt, or choose 'auto' or 'eager'"
+            f"the triton backend needs an accelerator ({', '.join(ACCELERATORS)}), and torch finds "
+            "none: choose 'auto' or 'eager'; or, for tests, set TRITON_INTERPRET=1 before "
+            "importing ampopt, so that kernels run on the CPU"
         )
     return _compiler_or_cache_lacking() if name == "compiled" else None
 

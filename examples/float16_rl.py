@@ -2,8 +2,8 @@
 
 In reinforcement learning of language models, an engine generates tokens, and a trainer computes
 the gradients. Both evaluate the same weights, but by different code, which rounds differently. So
-the probability of a token is not the same in both, and the gradient is that of another policy than
-the one that generated. Here the policy is a small transformer that learns to count: each token
+the probability of a token is not the same in both, and the gradient is not that of the policy that
+generated the tokens. Here the policy is a small transformer that learns to count: each token
 should be the previous one plus one. The trainer evaluates whole sequences; the engine adds up
 each matrix product from two parts, as an engine on two tensor-parallel ranks does.
 

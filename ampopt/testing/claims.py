@@ -145,7 +145,7 @@ class Claims:
             in one of these numbers of bits in each example, as a param group with ``state_bits``
             does, also those of small parameters. Invariants that need ``independent_parameters`` or
             ``elementwise`` keep 32 bits, since random rounding depends on the place of an element
-            in the optimizer, and so do sparse gradients.
+            in the optimizer, and so do examples with sparse gradients.
         settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
             ``None`` means the active profile's; ``ampopt.testing.QUICK`` draws a tenth of the
             examples of Hypothesis's default.

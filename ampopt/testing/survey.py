@@ -1,8 +1,8 @@
 """``python -m ampopt.testing.survey``: which invariants optimizers of installed packages keep.
 
-Every optimizer gets its loss scaling methods from :func:`ampopt.extend`, and is then tested with
-the whole :class:`ampopt.testing.OptimizerContract`, its default claims and as many examples, which
-takes about a minute for each optimizer; ``--examples 5`` gives a first impression of many.
+Every optimizer gets its loss scaling methods from ``ampopt.extend``, and is then tested with the
+whole ``ampopt.testing.OptimizerContract`` and its default claims. That takes about a minute for
+each optimizer; ``--examples 5`` gives a first impression of many.
 """
 
 import argparse

@@ -201,7 +201,7 @@ def log2_linear(x):
     """The base-2 logarithm of ``x``, a positive float32, linear between powers of two.
 
     At ``(1 + f) * 2**n`` with ``f`` in [0, 1) it is ``n + f``, rounded once. All backends compute
-    the same bits, and in fewer operations than ``tl.log2``. The bits of a float32 are this number.
+    the same bits, and in fewer operations than ``tl.log2``.
     """
     return ((int_bits(x) - 0x3F800000).to(tl.float32) * 1.1920928955078125e-07).to(x.dtype)
 

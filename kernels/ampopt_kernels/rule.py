@@ -107,9 +107,9 @@ class Rule:
             each term.
         averages_over: what each term of ``averages`` is averaged over: ``"rows"`` or ``"columns"``.
             If omitted, there is a term for each state that has a ``shape``.
-        averages_when: the flags under which there are means, as ``when`` of a state: parameters of
-            less than two dimensions have no rows. Without ``averages_over``, a mean exists if
-            the state that it is for exists.
+        averages_when: the flags under which means are computed, written as ``when`` of a state.
+            Exclude parameters of fewer than two dimensions, which have no rows. Without
+            ``averages_over``, a mean exists if the state that it is for exists.
         factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not
             marked ``jit``; required if a state has a ``shape``. Gets the means and the states that
             have a ``shape``, and returns the new values of these states, and for each mean a tensor

@@ -28,8 +28,8 @@ class State:
             0, as ``ampopt_kernels/rules/rprop.py`` does.
         when: the flag under which the state exists, or a tuple of flags that must all be true;
             ``"not FLAG"`` is the opposite. ``None`` for always.
-        dtype: dtype in memory: float16, bfloat16, float32 or float64 (for complex parameters, the
-            complex dtype of two such); for a scalar state float32 or float64. Values are converted
+        dtype: dtype in memory: float16, bfloat16, float32 or float64 (of each part, for complex
+            parameters); for a scalar state float32 or float64. Values are converted
             to float32 (float64 for float64 parameters) for computing, and rounded once when they
             are stored. ``None`` is the dtype of the parameter, or of its master weight; for a
             scalar state float32, or float64 if that is torch's default dtype.
