@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampopt._step import small_states
 from ampopt._step.declared_states import DeclaredStates
-from ampopt._step.hyperparameters import Variant
+from ampopt._step.hyperparameters import Variant, check_numbers
 from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.devices import to_device
@@ -206,6 +206,7 @@ def _initial(part: State, group: dict[str, Any]) -> Any:
             "defaults, or make init a number, or 'param' for a copy of the parameter"
         )
     value = group[part.init]
+    check_numbers(f"{part.init} of the param group, the init of State {part.name!r},", value, 0.0)
     return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
 

@@ -1,5 +1,6 @@
 """The declaration of a tensor that an optimizer keeps for each parameter."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,12 @@ class State:
     full: bool | str = False
 
     def __post_init__(self) -> None:
-        """Check ``dtype``, ``shape`` and how the state is kept in few bits."""
+        """Check the declaration, so that the error is raised where the rule is written."""
+        if not isinstance(self.init, str | numbers.Real):
+            raise TypeError(
+                f"State {self.name!r} has init={self.init!r}, which must be a number, the name of "
+                "a param-group entry, or 'param' for a copy of the parameter"
+            )
         if self.codec is not None and not isinstance(self.codec, Codec):
             raise TypeError(
                 f"State {self.name!r} has codec={self.codec!r}, which must be an "

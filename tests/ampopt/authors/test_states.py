@@ -35,6 +35,11 @@ def _update(p, g, state, h, flags):
     return p - lr * average + lr * decay * (start - p), (start, average, low + total * 0.0)
 
 
+@jit
+def _resized(p, g, state, h, flags):
+    return p - h[0] * g * state[0], state
+
+
 class Anchored(ampopt.ElementwiseOptimizer):
     """Pulls parameters back to their initial values."""
 
@@ -164,6 +169,8 @@ def test_saving_and_loading_changes_nothing():
 def test_wrong_declarations_are_refused():
     with pytest.raises(ValueError, match="torch.int32.*choose torch.float16"):
         State("s", dtype=torch.int32)
+    with pytest.raises(TypeError, match="init=None, which must be a number, the name of"):
+        State("s", init=None)  # type: ignore[arg-type]
     for scalar in (State("s", init="param"), State("s", dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="is a scalar"):
             Rule(update=_update, hyper=("lr",), scalar_state=(scalar,))
@@ -174,6 +181,21 @@ def test_wrong_declarations_are_refused():
 
     with pytest.raises(TypeError, match="it takes 4 arguments"):
         Rule(update=_update, hyper=("lr",), scalars=four)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(None, TypeError), ("x", TypeError), (torch.ones(2), ValueError)]
+)
+def test_an_entry_that_cannot_begin_a_state_is_refused(value, error):
+    class Late(Anchored):
+        rule = Rule(update=_resized, hyper=("lr",), state=(State("size", init="start"),))
+
+    p = Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    optimizer = Late([{"params": [p], "start": value}])
+    with pytest.raises(error, match="start of the param group.*State 'size', must be a number"):
+        optimizer.step()
+    assert p.tolist() == [1.0, 1.0]
 
 
 def test_a_number_of_results_that_depends_on_flags_is_refused():
