@@ -7,6 +7,7 @@ A graph reads and writes fixed addresses, so everything that steps pass on is ke
     scale, counters       overwritten with the next ones by the graph itself
     hyperparameters       sent before a replay if they changed, or tensors on the device
     parameters, state     must stay the same tensors; if not, capturing starts over
+    buffers, modes        of the model's modules: likewise
     tables of addresses   kept by the optimizer, even if other steps need others; see ``Uploads``
 """
 
@@ -28,6 +29,7 @@ from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree, version
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.results import StepResult, as_flag
+from ampopt_kernels.native.objects import IdentityGuard
 
 __all__ = ["Body", "CapturedSteps", "CudaGraphs", "Graphs", "check_capturable"]
 
@@ -94,7 +96,8 @@ class _Capture:
         decision: the overflow decision that the graph writes.
         plan: the optimizer's plan, with the parameters and states of the step.
         records: the watch and the skip conditions that the graph runs.
-        tensors: the hyperparameters that the graph reads from the device.
+        tensors: the hyperparameters that the graph reads from the device, and a static scale.
+        modules: the modes and the buffers of the model's modules.
     """
 
     replay: Callable[[], None]
@@ -106,32 +109,36 @@ class _Capture:
     plan: Plan
     records: tuple[Any, ...]
     tensors: list[Tensor]
+    modules: IdentityGuard
 
 
 class CapturedSteps:
     """Runs training steps, by a CUDA graph as soon as there is one."""
 
-    def __init__(self, optimizer: ElementwiseOptimizer, graphs: Graphs) -> None:
+    def __init__(
+        self, optimizer: ElementwiseOptimizer, graphs: Graphs, modules: list[torch.nn.Module]
+    ) -> None:
         """Start without a graph.
 
         Args:
             optimizer: the optimizer that steps; see :func:`check_capturable`.
             graphs: how graphs are made on the device.
+            modules: the modules that the training step runs, with those inside them.
         """
-        self._optimizer, self._graphs = optimizer, graphs
+        self._optimizer, self._graphs, self._modules = optimizer, graphs, modules
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._trainable: list[bool] = []
         self._zeroed_versions: list[int] = []  # the version of each gradient after it was zeroed
         self._capture: _Capture | None = None
         self._kind: Any = None
         self._warm = 0
-        self._latest: Any = None  # the scale that is in the buffers of the capture
+        self._latest: Any = None  # generation of the scale that is in the buffers of the capture
 
     def forget(self) -> None:
         """Discard the graph, and start over with the warm-up."""
         self._gradients, self._capture, self._kind, self._warm = [], None, None, 0
 
-    def step(self, body: Body, batch: Any, scale: Any, mode: Any = None) -> StepResult:
+    def step(self, body: Body, batch: Any, scale: Any) -> StepResult:
         """Run one step. Synchronizes only when it captures.
 
         Args:
@@ -140,16 +147,14 @@ class CapturedSteps:
             batch: a nested structure of tensors on the device, and of values that are equal in all
                 steps.
             scale: a loss scale or ``None``.
-            mode: a value for which a graph is captured separately, besides shapes; the training
-                mode.
 
         Raises:
             RuntimeError: the step cannot be captured.
         """
         leaves, structure = pytree.tree_flatten(batch)
-        kind = (mode, structure, [_kind(leaf) for leaf in leaves])
+        kind = (structure, [_kind(leaf) for leaf in leaves])
         self._put_gradients_back()
-        if (self._capture is not None or self._warm) and not self._holds():
+        if (self._capture is not None or self._warm) and not self._holds(scale):
             self.forget()
         if self._capture is None:
             if kind != self._kind:
@@ -166,9 +171,18 @@ class CapturedSteps:
     def _run_without_graph(self, body: Body, batch: Any, scale: Any) -> StepResult:
         """Run one step without a graph, and remember which parameters had gradients."""
         clear = self._optimizer.zero_grad if self._capture is None else self._clear
+        modules = self._guarded_modules()
         with self._graphs.aside():
             result = body(batch, scale, clear)
         if self._capture is None:
+            # Steps before the last may register buffers.
+            if self._warm == _WARM_STEPS - 1 and not modules.unchanged():
+                raise RuntimeError(
+                    "cuda_graph=True: the model replaces a buffer, or changes the mode of a "
+                    "module, while it runs. A graph writes to the same memory at each replay: "
+                    "change buffers in place, as in self.buffer.copy_(value), or leave cuda_graph "
+                    "out"
+                )
             before, params = self._gradients, self._params()
             self._gradients = [(p, p.grad) for p in params if p.grad is not None]
             self._trainable = [p.requires_grad for p in params]
@@ -199,7 +213,8 @@ class CapturedSteps:
             decision=optimizer._ampopt.runner.decision,
             plan=plan,
             records=self._records(),
-            tensors=self._hyper_tensors(),
+            tensors=self._fixed_tensors(scale),
+            modules=self._guarded_modules(),
         )
 
     def _replay_step(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
@@ -208,7 +223,7 @@ class CapturedSteps:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for buffer, leaf in zip(capture.inputs, tensors, strict=True):
             buffer.copy_(leaf, non_blocking=True)
-        if scale is not self._latest and scale is not None and scale._counters is not None:
+        if capture.scale is not scale and scale._generation is not self._latest:
             capture.scale._value.copy_(scale._value)
             capture.scale._counters.copy_(scale._counters)
         self._send_hyper(capture.plan)
@@ -216,7 +231,8 @@ class CapturedSteps:
         capture.plan.finish()
         # Return copies, because the next replay overwrites the tensors of this one.
         loss, found_inf, _ = capture.result
-        self._latest = _copy_of(capture.scale)
+        next_scale = _copy_of(capture.scale)
+        self._latest = None if next_scale is None else next_scale._generation
         if capture.norm is not None:
             ours.grad_norm = capture.norm.clone()
         decision = capture.decision
@@ -228,7 +244,7 @@ class CapturedSteps:
         with ours.observers.with_loss(loss):
             run_step_hooks(optimizer)
         reports = () if decision is None else [report.copy() for report in decision.reports]
-        return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
+        return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), next_scale)
 
     def _send_hyper(self, plan: Plan) -> None:
         """Send the hyperparameters of the param groups to the device, if they have changed."""
@@ -274,8 +290,11 @@ class CapturedSteps:
         for param, grad in self._gradients:
             param.grad = grad
 
-    def _holds(self) -> bool:
-        """Whether the optimizer still works on the tensors of the graph, or of the last step."""
+    def _holds(self, scale: Any) -> bool:
+        """Whether the optimizer still works on the tensors of the graph, or of the last step.
+
+        And whether the model has its buffers and modes, and ``scale`` its schedule, of the graph.
+        """
         steps, capture = self._optimizer._ampopt.runner, self._capture
         plan = steps.plan
         if [p.requires_grad for p in self._params()] != self._trainable:
@@ -283,10 +302,14 @@ class CapturedSteps:
         if plan is None or not plan.reusable:  # capturing it is an error; see _check
             return capture is None
         if capture is not None:
-            tensors = self._hyper_tensors()
+            tensors = self._fixed_tensors(scale)
             if plan is not capture.plan or self._records() != capture.records:
                 return False
             if list(map(id, tensors)) != list(map(id, capture.tensors)):
+                return False
+            if scale is not None and scale._policy != capture.scale._policy:
+                return False
+            if not capture.modules.unchanged():
                 return False
         present = plan.present
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
@@ -297,11 +320,19 @@ class CapturedSteps:
         observers = self._optimizer._ampopt.observers
         return observers.watch, *observers.causes
 
-    def _hyper_tensors(self) -> list[Tensor]:
-        """The hyperparameters that are tensors, which the graph reads where they are."""
+    def _fixed_tensors(self, scale: Any) -> list[Tensor]:
+        """Tensors that the graph reads where they are: hyperparameters, and a static scale."""
         optimizer = self._optimizer
         values = [x for group in optimizer.param_groups for x in optimizer.rule.hyper_values(group)]
+        if scale is not None and scale._counters is None:
+            values.append(scale._value)
         return [x for x in values if isinstance(x, Tensor)]
+
+    def _guarded_modules(self) -> IdentityGuard:
+        """The modes and the buffers of all modules, as they are now."""
+        modules = [module for root in self._modules for module in root.modules()]
+        modes = [(vars(module), {"training"} & vars(module).keys()) for module in modules]
+        return IdentityGuard([], [*modes, *((module._buffers, None) for module in modules)])
 
     def _check(self, plan: Plan | None) -> None:
         """Raise if the last step, with this plan, cannot be captured."""

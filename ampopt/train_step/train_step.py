@@ -256,6 +256,10 @@ class TrainStep:
         self._scale = scale
         self._forget_captured()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle, without a CUDA graph: the copy captures its own."""
+        return {**self.__dict__, "_captured_steps": None}
+
     # --- methods that a subclass may override -------------------------------------------------
 
     def forward(self, inputs: Any, *targets: Any) -> Tensor:
@@ -310,8 +314,7 @@ class TrainStep:
         if steps is None:
             result = self._run(batches, self._scale, self.optimizer.zero_grad)
         else:
-            mode = getattr(self.model, "training", None)
-            result = steps.step(self._run, batches, self._scale, mode)
+            result = steps.step(self._run, batches, self._scale)
         self._scale = result.scale
         return result
 
@@ -386,7 +389,8 @@ class TrainStep:
             if graphs is None:
                 return None
             optimizer: Any = self.optimizer
-            self._captured_steps = cuda_graphs.CapturedSteps(optimizer, graphs)
+            modules = [x for x in (self.model, self._loss_fn) if isinstance(x, torch.nn.Module)]
+            self._captured_steps = cuda_graphs.CapturedSteps(optimizer, graphs, modules)
         if torch.is_autocast_enabled(device.type):
             raise RuntimeError(
                 "cuda_graph=True: called under torch.autocast, whose cache of cast weights a graph "

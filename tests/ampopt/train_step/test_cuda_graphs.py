@@ -4,7 +4,9 @@ The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), and the
 Triton's interpreter; the tests marked ``gpu`` do the same with those of a device.
 """
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -348,16 +350,84 @@ def test_a_step_that_is_dropped_frees_its_graph_and_model_at_once(graphs):
         gc.enable()
 
 
-def test_evaluation_mode_is_captured_by_itself(graphs):
+@stand_in_only
+@pytest.mark.parametrize("whole", [False, True])
+def test_another_mode_of_a_module_is_captured_again(graphs, whole):
     def train(training: Training) -> None:
         training(1.0, 2.0, 3.0, 4.0)
         training.model.eval()
+        training.model.train()  # a validation between two steps
         training(1.0)
-        training.model.train()
-        training(1.0)
+        (training.model if whole else training.model[0]).eval()
+        training(1.0, 2.0, 3.0, 4.0)
 
     both(train, dropout=0.5)
-    assert (graphs.captures, graphs.replays) == (1, 2)
+    assert (graphs.captures, graphs.replays) == (2, 3)
+
+
+@stand_in_only
+def test_a_buffer_that_was_replaced_is_captured_again(graphs):
+    def train(training: Training) -> None:
+        model = training.model
+        model.append(torch.nn.BatchNorm1d(1, affine=False))
+        training(1.0, 2.0, 3.0, 4.0)
+        model[-1].running_var = torch.full((1,), 2.0)
+        training(1.0, 2.0)
+        training.seen.append(list(model.buffers()))
+
+    both(train)
+
+
+@stand_in_only
+def test_a_model_that_replaces_its_buffers_is_refused(graphs):
+    class Counting(torch.nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.register_buffer("seen", getattr(self, "seen", 0) + inputs.mean(0).detach())
+            return super().forward(inputs)
+
+    model = Counting(2, 1)
+    optimizer = ampopt.SGD(model.parameters())
+    step = TrainStep(model, MSE, optimizer, 1.0, cuda_graph=True, autocast=None)
+    with pytest.raises(RuntimeError, match="the model replaces a buffer"):
+        for _ in range(4):
+            step(*batch())
+    assert graphs.captures == 0
+
+
+@stand_in_only
+def test_a_scale_that_was_loaded_in_place_is_used(graphs):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        for changed in ({"scale": 2.0}, {"growth_interval": 1}):
+            now = training.step.scale
+            assert now is not None
+            now.load_state_dict({**now.state_dict(), **changed})
+            training(1.0, 2.0)
+
+    both(train)
+    both(train_static, scale=lambda: StaticLossScale(4.0))
+
+
+def train_static(training: Training) -> None:
+    training(1.0, 2.0, 3.0, 4.0)
+    assert training.step.scale is not None
+    training.step.scale.load_state_dict(StaticLossScale(0.5).state_dict())
+    training(1.0, INF)
+
+
+@stand_in_only
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_captured_step_has_a_graph_of_its_own(graphs, copied):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        training.step = copied(training.step)
+        training.model, training.optimizer = training.step.model, training.step.optimizer
+        training(1.0, 2.0, 3.0, 4.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (2, 2)
 
 
 def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graphs):
