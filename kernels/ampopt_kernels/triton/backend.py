@@ -25,7 +25,7 @@ from ampopt_kernels.triton.passes import (
     reduce,
     update,
 )
-from ampopt_kernels.triton.row_column_sums import line_kernel, line_launches, lines_of
+from ampopt_kernels.triton.row_column_sums import line_kernel, lines_of
 from ampopt_kernels.triton.row_sums import sum_arguments, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table
 
@@ -158,9 +158,10 @@ class Triton(Backend):
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
         lines, h = lines_of(work), self._h_to_reduce(work, decision)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
-        coefficients = decision.coefficients_on_device
-        for programs, arguments in line_launches(work, coefficients, h, sums):
-            self._launch(work.device, line_kernel, programs, arguments)
+        given = {"table": Table.of(work).rows, "h_table": h, "sums": sums}
+        given["coefficients"] = decision.coefficients_on_device
+        for programs, constants in lines.launches:
+            self._launch(work.device, line_kernel, programs, {**constants, **given})
         return list(lines.by_stack(work, sums, h)), h
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:

@@ -7,9 +7,10 @@ same bits in every run.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import EVEN, Table, state_columns
 
-__all__ = ["LineLaunch", "Lines", "line_kernel", "line_launches", "lines_of"]
+__all__ = ["Lines", "line_kernel", "lines_of"]
 
 SHORT = 4
 """Elements of a block along the dimension that is strided in memory.
@@ -35,24 +36,6 @@ BLOCKS = 1 << 4
 """The least number of blocks that a program sums along its lines."""
 
 
-class LineLaunch(NamedTuple):
-    """What the programs of one launch have in common, and so what is compiled in.
-
-    Attributes:
-        kind: the kind of its rows.
-        term: the index of the term that is summed.
-        aligned: whether 16 bytes divide every address, and ``EVEN`` every row length.
-        block: the lines, and the elements of each, that a program reads at a time.
-        span: elements of a line that a program sums.
-    """
-
-    kind: Any
-    term: int
-    aligned: bool
-    block: tuple[int, int]
-    span: int
-
-
 @dataclass(frozen=True)
 class Lines:
     """All sums over lines of one step.
@@ -61,13 +44,13 @@ class Lines:
         stacks: by the indices of matrices that have one shape and kind, for each term, where its
             sums are: the first sum, and the number of programs that share a line. The sums have
             the shape (matrices, programs, lines). A sharded parameter is a stack of its own.
-        tiles: for each launch, of each program its row, first line, first element along the line,
-            and the index of its first sum.
+        launches: for each launch of ``line_kernel``, the number of programs, and the arguments that
+            are the same in each step.
         size: the number of sums.
     """
 
     stacks: dict[tuple[int, ...], list[tuple[int, int]]]
-    tiles: dict[LineLaunch, list[int]]
+    launches: list[tuple[int, dict[str, Any]]]
     size: int
 
     def by_stack(self, work: Work, sums: Tensor, h: Tensor) -> Iterator[LineSums]:
@@ -107,21 +90,21 @@ def lines_of(work: Work) -> Lines:
     """The lines of ``work``, made once for each table."""
     table = Table.of(work)
     if table.lines is None:
-        table.lines = _divided(work.rows, table)
+        table.lines = _divided(work, table)
     return table.lines
 
 
-def _divided(rows: Sequence[ParamRow], table: Table) -> Lines:
-    """Divide the matrices of ``rows``, those of ``table``, into stacks and tiles."""
+def _divided(work: Work, table: Table) -> Lines:
+    """Divide the matrices of ``work`` into stacks and tiles."""
     of_kind: dict[Any, list[int]] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(work.rows):
         own = row.row_column_means
         if own is not None:
             alone = None if own.shard is None else index
             kind = (row.kind, table.aligned[index], own.over, own.shape, alone)
             of_kind.setdefault(kind, []).append(index)
     stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    tiles: dict[LineLaunch, list[int]] = {}
+    tiles: dict[Any, array] = {}
     size = 0
     for (kind, aligned, over, (*batch, m, n), _), members in of_kind.items():
         of_terms = stacks[tuple(members)] = []
@@ -131,55 +114,56 @@ def _divided(rows: Sequence[ParamRow], table: Table) -> Lines:
             wide = of_rows and SHORT * SHORT * n >= table.block
             block = (SHORT, table.block // SHORT) if wide else (table.block // SHORT, SHORT)
             span = max(table.chunk // block[0], BLOCKS * block[1])
-            launch = LineLaunch(kind, term, aligned and n % EVEN == 0, block, span)
+            launch = kind, aligned and n % EVEN == 0, term, block, span
             parts = max(1, -(-length // span))
             of_terms.append((size, parts))
             for index in members:
                 for start in range(0, parts * span, span):
                     for line in range(0, lines if length else 0, block[0]):
-                        tiles.setdefault(launch, []).extend((index, line, start, size + line))
+                        tile = index, line, start, size + line
+                        tiles.setdefault(launch, array("q")).extend(tile)
                     size += lines
-    return Lines(stacks, tiles, size)
+    launches = []
+    for (_, aligned, term, block, span), own in tiles.items():
+        name = f"tiles of lines, launch {len(launches)}"
+        constants = {
+            **_constants(work, work.rows[own[0]], term, aligned=aligned),
+            "tiles": work.uploads.get(name, own, torch.int64, work.device),
+            "SPAN": span,
+            "LINES": block[0],
+            "ALONG": block[1],
+        }
+        launches.append((len(own) // 4, constants))
+    return Lines(stacks, launches, size)
 
 
-def line_launches(
-    work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of programs and the arguments of each launch of ``line_kernel``."""
-    rule, table = work.rule, Table.of(work)
-    assert rule is not None
-    for number, (launch, tiles) in enumerate(lines_of(work).tiles.items()):
-        row = work.rows[tiles[0]]
-        assert row.row_column_means is not None
-        n = 2 + len(row.state) + (row.low is not None)
-        name = f"tiles of lines, launch {number}"
-        yield (
-            len(tiles) // 4,
-            {
-                "table": table.rows,
-                "tiles": work.uploads.get(name, tiles, torch.int64, work.device),
-                "coefficients": coefficients,
-                "h_table": h,
-                "sums": sums,
-                "RULE": rule.averages,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
-                "COMPUTE": TRITON_DTYPES[row.compute_dtype],
-                "ALIGNS": (16 if launch.aligned else 1,) * n,
-                **decoding_arguments(row.codecs, n),
-                "LOW": row.low is not None,
-                "N_H": h.shape[1],
-                "TERM": launch.term,
-                "OF_ROWS": row.row_column_means.over[launch.term] == "rows",
-                "SIZES": len(row.dtypes) + len(row.row_column_means.over),
-                "SCALES": 2 + state_columns(rule),
-                "EVEN": EVEN if launch.aligned else 1,
-                "COLUMNS": table.columns,
-                "SPAN": launch.span,
-                "LINES": launch.block[0],
-                "ALONG": launch.block[1],
-            },
-        )
+def _constants(work: Work, row: ParamRow, term: int, *, aligned: bool) -> dict[str, Any]:
+    """The compile-time arguments of ``line_kernel`` but the sizes of a tile.
+
+    Args:
+        work: has the rule.
+        row: one of the rows of the launch.
+        term: the index of the term that is summed.
+        aligned: whether 16 bytes divide every address, and ``EVEN`` every row length.
+    """
+    rule, means, n = work.rule, row.row_column_means, 2 + len(row.state) + (row.low is not None)
+    assert rule is not None and means is not None
+    return {
+        "RULE": rule.averages,
+        "FLAGS": row.flags,
+        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
+        "COMPUTE": TRITON_DTYPES[row.compute_dtype],
+        "ALIGNS": (16 if aligned else 1,) * n,
+        **decoding_arguments(row.codecs, n),
+        "LOW": row.low is not None,
+        "N_H": rule.widths(len(work.hyper[0])).reduce,
+        "TERM": term,
+        "OF_ROWS": means.over[term] == "rows",
+        "SIZES": len(row.dtypes) + len(means.over),
+        "SCALES": 2 + state_columns(rule),
+        "EVEN": EVEN if aligned else 1,
+        "COLUMNS": Table.of(work).columns,
+    }
 
 
 @kernel
