@@ -769,7 +769,7 @@ class Unedited(Plain):
 
 
 @planted(
-    "keeps the static scale that it was given first",
+    "keeps the constant scale that it was given first",
     "any_sequence_of_calls",
     **FEW,
     # Of fewer kinds of calls, those that it takes come together sooner.
@@ -778,8 +778,8 @@ class Unedited(Plain):
 )
 class FirstScale(OwnHooks):
     def unscale(self, grads_scaled_by=None):
-        if isinstance(grads_scaled_by, ampopt.StaticLossScale):
-            grads_scaled_by = self.__dict__.setdefault("static", grads_scaled_by)
+        if isinstance(grads_scaled_by, (float, ampopt.StaticLossScale)):
+            grads_scaled_by = self.__dict__.setdefault("constant", grads_scaled_by)
         return super().unscale(grads_scaled_by)
 
 
