@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
@@ -56,16 +56,6 @@ class LAMB(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_lr(lr)
-        check_betas(betas)
-        check_not_negative(eps=eps, weight_decay=weight_decay)
-        check_flags(bias_correction=bias_correction, maximize=maximize)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **options)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        flags = {"bias_correction": bias_correction, "maximize": maximize}
+        super().__init__(params, checked(numbers, flags), **options)

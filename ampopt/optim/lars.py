@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_flags, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
@@ -63,22 +63,12 @@ class LARS(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_lr(lr)
-        check_not_negative(
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            trust_coefficient=trust_coefficient,
-        )
-        check_flags(nesterov=nesterov, adapt=adapt, maximize=maximize)
-        defaults = {
+        numbers = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "adapt": adapt,
-            "maximize": maximize,
         }
-        super().__init__(params, defaults, **options)
+        flags = {"nesterov": nesterov, "adapt": adapt, "maximize": maximize}
+        super().__init__(params, checked(numbers, flags), **options)

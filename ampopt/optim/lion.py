@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
@@ -51,9 +51,5 @@ class Lion(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_lr(lr)
-        check_betas(betas)
-        check_not_negative(weight_decay=weight_decay)
-        check_flags(maximize=maximize)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, checked(numbers, {"maximize": maximize}), **options)

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
@@ -70,34 +70,23 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_lr(lr)
-        check_betas(betas)
-        if not betas[0] > 0.0:
-            raise ValueError(
-                f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0; with 0, "
-                "gradients would be computed at z, from which eval() cannot compute the average"
-            )
-        check_not_negative(
-            eps=eps,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            weight_lr_power=weight_lr_power,
-        )
-        check_flags(maximize=maximize)
-        defaults = {
+        numbers = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "warmup_steps": warmup_steps,
-            "r": r,
             "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-            "train_mode": True,
         }
+        defaults = checked(numbers, {"maximize": maximize})
+        if not betas[0] > 0.0:
+            raise ValueError(
+                f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0; with 0, "
+                "gradients would be computed at z, from which eval() cannot compute the average"
+            )
         if warmup_steps % 1:
             raise ValueError(f"warmup_steps must be a whole number, got {warmup_steps!r}")
-        super().__init__(params, defaults, **options)
+        super().__init__(params, {**defaults, "r": r, "train_mode": True}, **options)
 
     def train(self) -> None:
         """Move the parameters to the point where gradients are computed. Does not synchronize."""

@@ -6,14 +6,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.hyperparameters import check_numbers
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import (
-    check_betas,
-    check_flags,
-    check_lr,
-    check_not_negative,
-    check_positive,
-)
+from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
 from ampopt.results import Unscaled
 from ampopt_kernels import rules
@@ -69,20 +64,11 @@ class Sophia(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_lr(lr)
-        check_betas(betas)
-        check_not_negative(rho=rho, weight_decay=weight_decay)
-        check_positive(bs=bs)
-        check_flags(maximize=maximize)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "rho": rho,
-            "weight_decay": weight_decay,
-            "bs": bs,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **options)
+        check_numbers("bs", bs, 1)
+        if not bs > 0:
+            raise ValueError(f"Invalid bs value: {bs}; it must be above 0")
+        numbers = {"lr": lr, "betas": betas, "rho": rho, "weight_decay": weight_decay, "bs": bs}
+        super().__init__(params, checked(numbers, {"maximize": maximize}), **options)
 
     def update_hessian(self, grads_scaled_by: Any = None) -> Unscaled:
         """Update the estimate of the Hessian from the current gradients; parameters do not change.
