@@ -349,9 +349,9 @@ _SKIP_WHEN = (
 _OPTIONS_HERE = "<the options of this rank>"
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LEFT_OUT: (
-        "some ranks have left out a call: they called zero_grad() before any call with a scale or "
-        "max_norm used the gradients ({}), so their calls since then have met earlier calls of the "
-        "other ranks. Make every call on all ranks of the process group",
+        "some ranks have left out a call: they called zero_grad() with no step, and no call with a "
+        "scale or max_norm, before it ({}), so their calls since then have met earlier calls of "
+        "the other ranks. Make every call on all ranks of the process group",
         "{:.0f} times".format,
     ),
     Column.PARAMS: (

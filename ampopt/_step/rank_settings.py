@@ -28,13 +28,14 @@ def digest(value: object) -> int:
 
 @dataclass
 class LeftOut:
-    """Counts the gradients of one optimizer that were cleared without a call that all ranks make.
+    """Counts the calls of ``zero_grad`` of one optimizer that no other call came before.
 
     All-reduces match in order, so after a call that one rank has left out, its next call meets the
-    call before on the other ranks. Nothing but this count tells.
+    call before on the other ranks. Nothing but this count tells. Gradients do not matter: all ranks
+    may drop a batch of which one rank has none.
 
     Attributes:
-        count: how often ``zero_grad`` has cleared gradients that no all-reduce had decided on.
+        count: how often ``zero_grad`` was called with neither an all-reduce nor a step before it.
         is_decided: whether there was an all-reduce, or a step, since the last ``zero_grad``. A
             plain step uses gradients without an all-reduce, on all ranks alike.
     """
@@ -42,9 +43,9 @@ class LeftOut:
     count: int = 0
     is_decided: bool = False
 
-    def note_zero_grad(self, params: Iterable[Tensor]) -> None:
-        """Note that ``zero_grad`` is about to clear the gradients of ``params``."""
-        if not self.is_decided and any(param.grad is not None for param in params):
+    def note_zero_grad(self) -> None:
+        """Note that ``zero_grad`` is about to clear the gradients."""
+        if not self.is_decided:
             self.count += 1
         self.is_decided = False
 

@@ -317,20 +317,26 @@ def test_a_gradient_that_one_rank_cannot_step_with_after_a_closure_raises_on_bot
     assert "the closure has raised on another rank" in second
 
 
-def stepped_without_a_scale_before() -> list[float]:
-    """The values after a plain step, of which rank 1 had no gradient, and a step with a scale."""
+def stepped_after_gradients_of_one_rank(with_step: bool) -> list[float]:
+    """The values after gradients of rank 0 alone were stepped with, or dropped, without a scale.
+
+    And after a step of both ranks with a scale.
+    """
     p = Parameter(torch.ones(1))
-    optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
+    group = torch.distributed.new_group()  # which has counted no calls
+    optimizer = ampopt.SGD([p], lr=0.5, process_group=group)
     p.grad = None if torch.distributed.get_rank() else torch.ones(1)
-    optimizer.step()
+    if with_step:
+        optimizer.step()
     optimizer.zero_grad()
     p.grad = torch.ones(1)
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     return p.tolist()
 
 
-def test_gradients_that_a_plain_step_has_used_were_not_left_out(two_ranks):
-    assert two_ranks.run(stepped_without_a_scale_before, timeout=10) == [[0.25], [0.75]]
+@pytest.mark.parametrize(("with_step", "values"), [(True, [[0.25], [0.75]]), (False, [[0.75]] * 2)])
+def test_gradients_that_one_rank_lacked_count_as_no_call_left_out(two_ranks, with_step, values):
+    assert two_ranks.run(stepped_after_gradients_of_one_rank, with_step, timeout=10) == values
 
 
 def without_parameters() -> str:
