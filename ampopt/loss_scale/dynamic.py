@@ -159,8 +159,8 @@ class DynamicLossScale(LossScale):
 
         All of them double and halve the scale, except that paddle-fleet multiplies it by 0.8
         instead of halving it. Systems without a floor have ``2**-126`` here.
-        ``ampopt.loss_scale.presets`` lists the source file of each schedule, and the behaviour that
-        is left out, such as raising an error at the floor.
+        The comments in ``ampopt/loss_scale/presets.py`` name the source file of each schedule, and
+        the behaviour that is left out, such as raising an error at the floor.
 
         Args:
             name: a name from the table; "paddle" is Paddle's eager ``GradScaler``.
@@ -169,10 +169,9 @@ class DynamicLossScale(LossScale):
         Raises:
             ValueError: ``name`` is not in the table.
         """
-        preset = PRESETS.get(name) if isinstance(name, str) else None
-        if preset is None:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
-        return cls(**{**preset.settings, **overrides})
+        return cls(**{**PRESETS[name], **overrides})
 
     def next(self, found_inf: Any) -> "DynamicLossScale":
         """The scale after one more step; see :meth:`LossScale.next`."""
