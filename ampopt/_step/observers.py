@@ -53,8 +53,8 @@ class Observers(RefersToOptimizer):
         if self.optimizer._ampopt.agreement() is None:
             if self.loss is None:
                 raise RuntimeError(
-                    "skip_when(loss=...) needs the loss of the step: pass it to the control "
-                    "point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
+                    "skip_when(loss=...) needs the loss of the step: call "
+                    "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
                     "ampopt.TrainStep. A step of several optimizers has no loss=, and skip_when "
                     "can limit only its norm"
                 )

@@ -177,8 +177,8 @@ class Phase:
         generation = None if scale is None else scale._generation
         if generation is not None and weakref.ref(generation) in self._stepped_with:
             raise RuntimeError(
-                f"this {type(scale).__name__} was used by an earlier step: every control point "
-                "returns the scale to use next, so assign it, as in `_, _, scale = "
+                f"this {type(scale).__name__} was used by an earlier step: each step returns the "
+                "scale for the next one, so assign it, as in `_, _, scale = "
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )
 

@@ -313,9 +313,8 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
             return text.format("; ".join(each))
     if calling and _lacks_loss(list(calling.values())):
         return (
-            "skip_when(loss=...) needs the loss of the step, and no rank has given one: pass it to "
-            "the control point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or "
-            "use ampopt.TrainStep"
+            "skip_when(loss=...) needs the loss of the step, and no rank has given one: call "
+            "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use ampopt.TrainStep"
         )
     return None
 

@@ -291,7 +291,7 @@ def test_a_dynamic_scale_that_was_stepped_with_is_refused(param, split):
         lambda: optimizer.unscale_and_step(lambda scale: 1.0, scale),
         lambda: optimizer.step_after_unscale(lambda scale: 1.0, scale),
     ):
-        with pytest.raises(RuntimeError, match="returns the scale to use next, so assign it"):
+        with pytest.raises(RuntimeError, match="returns the scale for the next one, so assign it"):
             again()
     assert (everything(optimizer), bits(param.grad)) == before
 
