@@ -10,7 +10,7 @@ from hypothesis.stateful import rule
 from torch import Tensor
 
 import ampopt
-from ampopt.testing.bits import assert_same, everything
+from ampopt.testing.bits import assert_same, bits, everything, state_of
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.reference_training import add_group, set_learning_rate
@@ -184,7 +184,10 @@ class Changes(Steps):
 
     def add_group_of(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
+        before = {"parameters": bits(self.params), "states": state_of(self.optimizer)}
         self.params.append(param.parameter())
         add_group(self.optimizer, self.params[-1], lr)
+        after = {"parameters": bits(self.params[:-1]), "states": state_of(self.optimizer)[:-1]}
+        assert_same(after, before, "adding a group has changed others")
         self.reference_training.tell("add", param, lr)
         self.unscaled_gradients = [*self.unscaled_gradients, None]

@@ -911,6 +911,17 @@ class CountsOn(Decayed):
 
 
 @planted(
+    "forgets all states when a group is added",
+    "any_sequence_of_calls",
+    **{**FEW, "several_groups": True},
+)
+class BeginsAgain(Decayed):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.state.clear()
+
+
+@planted(
     "divides by its bias correction in bfloat16",
     "any_sequence_of_calls_is_near_float64",
     **FEW,
