@@ -1,5 +1,6 @@
 """Which elements, rows and columns of a ``DTensor`` are in the local shard."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
@@ -35,17 +36,27 @@ def runs_at(
 ) -> list[list[Run]]:
     """The indices, in each dimension, of the shard at the coordinates ``here`` of a mesh.
 
-    In the order in which the shard stores them. There are several runs for a ``_StridedShard``, as
-    ``fully_shard`` after tensor parallelism makes it.
+    In the order in which the shard stores them. There are several runs for a ``_StridedShard``
+    whose pieces no later dimension of the mesh divides among ranks.
     """
     runs = [[Run(0, size)] for size in shape]
-    for rank, ranks, placement in zip(here, mesh, placements, strict=True):
-        # ``is_shard()`` of a strided shard is False.
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            pieces = getattr(placement, "split_factor", 1)
-            parts = (_chunk(runs[dim], piece, pieces) for piece in range(pieces))
-            runs[dim] = _join_adjacent(run for part in parts for run in _chunk(part, rank, ranks))
+    # ``is_shard()`` of a strided shard is False.
+    dims = [getattr(placement, "dim", None) for placement in placements]
+    cuts: list[tuple[int, int]] = []  # dimensions of the mesh, with the number of pieces to cut
+    for place in reversed([place for place, dim in enumerate(dims) if dim is not None]):
+        pieces = getattr(placements[place], "split_factor", 1)
+        later = [mesh[i] for i in range(place + 1, len(mesh)) if dims[i] == dims[place]]
+        if pieces > 1 and pieces == math.prod(later):
+            # ``fully_shard`` cuts what tensor parallelism, a later dimension, has cut before. If
+            # the numbers do not divide, the other order gives other shards.
+            cuts.append((place, 1))
+        else:
+            cuts.insert(0, (place, pieces))
+    for place, pieces in cuts:
+        dim: Any = dims[place]
+        parts = (_chunk(runs[dim], piece, pieces) for piece in range(pieces))
+        own = (run for part in parts for run in _chunk(part, here[place], mesh[place]))
+        runs[dim] = _join_adjacent(own)
     return runs
 
 

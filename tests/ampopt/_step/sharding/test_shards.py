@@ -29,6 +29,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
 
 def part_of(whole: torch.Tensor, mesh: list[int], here: Any, placements: list[Any]) -> Any:
     """The shard that torch gives the rank at the coordinates ``here`` of the mesh."""
+    from torch.distributed.tensor import Shard
+
+    if len(mesh) == 2:
+        first, second = placements
+        if (getattr(first, "split_factor", 1), second) == (
+            mesh[1],
+            Shard(getattr(first, "dim", 0)),
+        ):
+            # ``fully_shard`` after tensor parallelism cuts the local shard.
+            mesh, here, placements = mesh[::-1], here[::-1], [second, second]
     for n, rank, placement in zip(mesh, here, placements, strict=True):
         if not placement.is_replicate():
             parts, _ = placement._split_tensor(whole, n, with_padding=False, contiguous=False)
@@ -62,6 +72,16 @@ def test_indices_are_those_of_the_elements_in_the_whole(layout, order, part_orde
             assert torch.equal(
                 indices.after(middle).of(len(expected) - middle, CPU), expected[middle:]
             )
+
+
+def test_uneven_shards_of_tensor_parallelism_are_cut_by_fully_shard():
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    runs = {here: shards.runs_at((9,), (4, 2), here, placements)[0] for here in ((2, 0), (3, 0))}
+    assert runs == {(2, 0): [shards.Run(4, 1)], (3, 0): []}
+    assert shards.runs_at((9,), (4, 2), (3, 1), placements) == [[shards.Run(8, 1)]]
 
 
 def test_what_is_whole_or_begins_with_whole_rows_has_no_jumps():
