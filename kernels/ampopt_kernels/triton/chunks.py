@@ -1,7 +1,8 @@
 """The chunk of one parameter that a program works on: where it is, and how it is read and written.
 
 Every access comes twice: whole blocks need no mask, and only unmasked accesses to aligned addresses
-are 16 bytes wide.
+are 16 bytes wide. In whole blocks ``end``, the number of elements of the chunk, is ``None``, and so
+is ``live``, the block of bool that says which elements exist.
 """
 
 from ampopt_kernels.language import jit, tl
@@ -15,7 +16,6 @@ __all__ = [
     "numbers_before",
     "numbers_of",
     "pointers_to",
-    "store_if_live",
     "streams_of",
     "values_of",
 ]
@@ -100,21 +100,12 @@ def numbers_before(scale, reject, N_H: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @jit
-def load_if_live(at, live, MASKED: tl.constexpr):
-    """The block at the pointers ``at``; 0 where not ``live``, if ``MASKED``."""
-    if MASKED:
-        return tl.load(at, mask=live, other=0)
-    else:
+def load_if_live(at, live):
+    """The block at the pointers ``at``; 0 where not ``live``."""
+    if live is None:
         return tl.load(at)
-
-
-@jit
-def store_if_live(at, value, live, MASKED: tl.constexpr):
-    """Store a block at the pointers ``at``; only where ``live``, if ``MASKED``."""
-    if MASKED:
-        tl.store(at, value, mask=live)
     else:
-        tl.store(at, value)
+        return tl.load(at, mask=live, other=0)
 
 
 @jit
@@ -131,30 +122,28 @@ def pointers_to(stream, offset, ALONE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def elements_of(
-    streams, offset, live, N: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def elements_of(streams, offset, live, N: tl.constexpr, BLOCK: tl.constexpr):
     """What is stored in the first ``N`` streams from ``offset`` on: a tuple of blocks.
 
     A stream that is not used costs nothing: the compiler removes the load.
     """
     elements = ()
     for i in tl.static_range(N):
-        pointers = pointers_to(streams[i], offset, N == 1 and not MASKED, BLOCK)
-        elements = elements + (load_if_live(pointers, live, MASKED),)
+        pointers = pointers_to(streams[i], offset, N == 1 and live is None, BLOCK)
+        elements = elements + (load_if_live(pointers, live),)
     return elements
 
 
 @jit
 def values_of(
     elements, scales, offset, end, COMPUTE: tl.constexpr, CODECS: tl.constexpr,
-    DECODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    DECODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The decoded values of :func:`elements_of` from ``offset`` on, in the arithmetic dtype."""
     values = ()
     for i in tl.static_range(len(elements)):
         x = elements[i]
         if len(CODECS[i]) > 0:
-            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
+            x = decoded(x, scales, offset, end, i, CODECS, DECODES, BLOCK)
         values = values + (x.to(COMPUTE),)
     return values

@@ -79,7 +79,7 @@ def scales_at(columns, start, CODECS: tl.constexpr):
 @jit
 def decoded(
     x, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr, DECODES: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Values of stream ``INDEX``, which has a codec: float32.
 
@@ -87,11 +87,10 @@ def decoded(
         x: what is stored of ``BLOCK`` elements.
         scales: see :func:`scales_at`.
         offset: the first element, counted from the beginning of the chunk.
-        end: the number of elements of the chunk.
+        end: the number of elements of the chunk; ``None`` if all ``BLOCK`` elements exist.
         INDEX: the index of the stream.
         CODECS: see the module.
         DECODES: see the module.
-        MASKED: whether some of the elements do not exist.
         BLOCK: the number of elements.
     """
     value = DECODES[INDEX](x.to(tl.float32))  # pyright: ignore
@@ -100,10 +99,10 @@ def decoded(
         # A thread has at least four neighbours of one block, and loads one scale for them.
         first = offset + 4 * tl.arange(0, BLOCK // 4)
         where = scales[INDEX] + first // SIZE
-        if MASKED:
-            scale = tl.load(where, mask=first < end, other=0.0)
-        else:
+        if end is None:
             scale = tl.load(where)
+        else:
+            scale = tl.load(where, mask=first < end, other=0.0)
         value = value * _spread(scale, BLOCK // 4, 4)
     return value
 
@@ -124,7 +123,7 @@ def uniform_of(indices, key, INDEX: tl.constexpr):
 @jit
 def store_codes(
     stream, value, u, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr,
-    ENCODES: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    ENCODES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Encode and store ``BLOCK`` elements of stream ``INDEX``, and the scales of their blocks.
 
@@ -134,23 +133,24 @@ def store_codes(
         u: a random number for each.
         scales: see :func:`scales_at`.
         offset: the first element, counted from the beginning of the chunk.
-        end: the number of elements of the chunk.
+        end: the number of elements of the chunk; ``None`` if all ``BLOCK`` elements exist.
         INDEX: the index of the stream.
         CODECS: see the module.
         ENCODES: see the module.
         DTYPE: dtype of the codes.
-        MASKED: whether some of the elements do not exist.
         BLOCK: the number of elements.
     """
     at = offset + tl.arange(0, BLOCK)
-    live = at < end
+    live = None
+    if end is not None:
+        live = at < end
     x = value.to(tl.float32)
     SIZE: tl.constexpr = CODECS[INDEX][0]
     if SIZE > 1:
         N: tl.constexpr = BLOCK // SIZE
         # As integers, the magnitudes are in the same order, with NaN above all.
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if MASKED:
+        if live is not None:
             bits = tl.where(live, bits, 0)
         scale, reciprocal = scale_of(tl.max(tl.reshape(bits, (N, SIZE)), 1))
         x = x * _spread(reciprocal, N, SIZE)
@@ -159,7 +159,10 @@ def store_codes(
         bits = _spread(scale, N, SIZE).to(tl.int32, bitcast=True)
         own = tl.max(tl.reshape(bits, (BLOCK // 4, 4)), 1).to(tl.float32, bitcast=True)
         first = offset + 4 * tl.arange(0, BLOCK // 4)
-        tl.store(scales[INDEX] + first // SIZE, own, mask=(first % SIZE == 0) & (first < end))
+        is_first = first % SIZE == 0
+        if end is not None:
+            is_first = is_first & (first < end)
+        tl.store(scales[INDEX] + first // SIZE, own, mask=is_first)
     code = ENCODES[INDEX](x, u)  # pyright: ignore
     if len(CODECS[INDEX]) > 1:
         code = tl.where(code > CODECS[INDEX][1], code, CODECS[INDEX][1])
@@ -167,10 +170,7 @@ def store_codes(
         number = code.to(tl.int32).to(DTYPE)
     else:
         number = rounded(code, DTYPE)
-    if MASKED:
-        tl.store(stream + at, number, mask=live)
-    else:
-        tl.store(stream + at, number)
+    tl.store(stream + at, number, mask=live)
 
 
 @jit

@@ -46,7 +46,6 @@ from ampopt_kernels.triton.chunks import (
     numbers_before,
     numbers_of,
     pointers_to,
-    store_if_live,
     streams_of,
     values_of,
 )
@@ -324,23 +323,23 @@ def pass_kernel(
     totals = _zeros(TERMS, COMPUTE, BLOCK)
     for offset in range(0, whole, AHEAD * BLOCK):
         totals = _with_blocks(
-            totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
+            totals, tensors, numbers, offset, None, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
             DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES, ENCODES,
-            False, BLOCK, AHEAD,
+            BLOCK, AHEAD,
         )  # fmt: skip
     if DECIDED:  # at most one block is left, and a loop would take more registers
         if whole < end:
             totals = _with_blocks(
                 totals, tensors, numbers, whole, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
                 DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
-                ENCODES, True, BLOCK, 1,
+                ENCODES, BLOCK, 1,
             )  # fmt: skip
     else:
         for offset in range(whole, end, BLOCK):
             totals = _with_blocks(
                 totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
                 DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
-                ENCODES, True, BLOCK, 1,
+                ENCODES, BLOCK, 1,
             )  # fmt: skip
     to = parts
     for i in tl.static_range(len(TERMS)):
@@ -363,30 +362,34 @@ def _with_blocks(
     WRITE: tl.constexpr, UPDATE: tl.constexpr, DRAWS: tl.constexpr, FLAGS: tl.constexpr,
     DTYPES: tl.constexpr, COMPUTE: tl.constexpr, HAS_COPY: tl.constexpr, LOW: tl.constexpr,
     STOCHASTIC: tl.constexpr, OVER: tl.constexpr, EVEN: tl.constexpr, CODECS: tl.constexpr,
-    DECODES: tl.constexpr, ENCODES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DECODES: tl.constexpr, ENCODES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Process ``AHEAD`` blocks, and return ``totals`` with their terms; see the kernel."""
+    """Process ``AHEAD`` blocks, and return ``totals`` with their terms; see the kernel.
+
+    They are whole if ``end`` is ``None``; else some of their elements do not exist.
+    """
     streams, scales, factors_at, place, key, position, jumps = tensors
     inverse, clip, h = numbers
     at = offset + tl.arange(0, BLOCK)
-    live = at < end
+    live = None
+    if end is not None:
+        live = at < end
     N: tl.constexpr = len(DTYPES) - HAS_COPY
     loaded = ()
     for i in tl.static_range(AHEAD):
-        loaded = loaded + (elements_of(streams, offset + i * BLOCK, live, N, MASKED, BLOCK),)
+        loaded = loaded + (elements_of(streams, offset + i * BLOCK, live, N, BLOCK),)
     for i in tl.static_range(AHEAD):
-        values = values_of(loaded[i], scales, offset, end, COMPUTE, CODECS, DECODES, MASKED, BLOCK)
+        values = values_of(loaded[i], scales, offset, end, COMPUTE, CODECS, DECODES, BLOCK)
         # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
         grad = values[0] * inverse * clip  # pyright: ignore
         param, state = with_master(values, LOW, DTYPES)
-        state = state + load_factors(factors_at, place, at, live, OVER, EVEN, MASKED)
+        state = state + load_factors(factors_at, place, at, live, OVER, EVEN)
         if len(TERMS) > 0:
             terms = REDUCE(param, grad, state, h, FLAGS)  # pyright: ignore
-            totals = _with_terms(totals, terms, live, TERMS, MASKED, BLOCK)
+            totals = _with_terms(totals, terms, live, TERMS, BLOCK)
         if WRITE:
-            pointers = pointers_to(streams[0], offset + i * BLOCK, not MASKED, BLOCK)
-            store_if_live(pointers, rounded(grad, DTYPES[0]), live, MASKED)
+            pointers = pointers_to(streams[0], offset + i * BLOCK, live is None, BLOCK)
+            tl.store(pointers, rounded(grad, DTYPES[0]), mask=live)
         if UPDATE is not None:
             indices = indices_of(position, jumps, at)
             if DRAWS:
@@ -404,13 +407,13 @@ def _with_blocks(
                 if len(CODECS[k]) > 0:
                     store_codes(
                         streams[k], outputs[k - 1], uniform_of(indices, key, k), scales, offset,
-                        end, k, CODECS, ENCODES, DTYPES[k], MASKED, BLOCK,
+                        end, k, CODECS, ENCODES, DTYPES[k], BLOCK,
                     )  # fmt: skip
                 else:
                     value = outputs[k - 1]
                     if STOCHASTIC and k == 1:
                         value = rounded_stochastically(value, indices, key)
-                    store_if_live(streams[k] + at, rounded(value, DTYPES[k]), live, MASKED)
+                    tl.store(streams[k] + at, rounded(value, DTYPES[k]), mask=live)
     return totals
 
 
@@ -434,9 +437,7 @@ def _zeros(TERMS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _with_terms(
-    totals, terms, live, TERMS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _with_terms(totals, terms, live, TERMS: tl.constexpr, BLOCK: tl.constexpr):
     """``totals`` with the terms of ``BLOCK`` more elements."""
     new = ()
     for i in tl.static_range(len(TERMS)):
@@ -453,7 +454,7 @@ def _with_terms(
                 total = tl.maximum(totals[i], tl.max(tl.reshape(terms[i], (BLOCK // 4, 4)), 1))
             else:
                 term = terms[i].to(tl.float64 if TERMS[i] == "sum" else tl.int32)
-                if MASKED and TERMS[i] == "sum":
+                if live is not None and TERMS[i] == "sum":
                     term = tl.where(live, term, 0.0)
                 total = totals[i] + tl.sum(tl.reshape(term, (BLOCK // 4, 4)), 1)
         new = new + (total,)

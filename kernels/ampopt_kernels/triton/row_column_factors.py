@@ -1,6 +1,7 @@
 """Load the factors of a matrix's rows and columns, in the kernels that run a rule."""
 
 from ampopt_kernels.language import jit, tl
+from ampopt_kernels.triton.chunks import load_if_live
 
 __all__ = ["factors_of", "load_factors"]
 
@@ -50,19 +51,16 @@ def factors_of(
 
 
 @jit
-def load_factors(
-    pointers, place, at, live, OVER: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr
-):
+def load_factors(pointers, place, at, live, OVER: tl.constexpr, EVEN: tl.constexpr):
     """The factors of some elements of a chunk: a tuple of blocks, one for each factor.
 
     Args:
         pointers: see :func:`factors_of`.
         place: the chunk's position in its matrix; see :func:`factors_of`.
         at: int32 block, the elements, counted from the beginning of the chunk.
-        live: bool block, which elements exist; read if ``MASKED``.
+        live: bool block, which elements exist; ``None`` if all do.
         OVER: see :func:`factors_of`.
         EVEN: see :func:`factors_of`.
-        MASKED: whether some of the elements do not exist.
     """
     blocks = ()
     if len(OVER) > 0:
@@ -77,8 +75,5 @@ def load_factors(
                 where = pointers[i] + rows
             else:
                 where = pointers[i] + columns
-            if MASKED:
-                blocks = blocks + (tl.load(where, mask=live, other=0.0),)
-            else:
-                blocks = blocks + (tl.load(where),)
+            blocks = blocks + (load_if_live(where, live),)
     return blocks
