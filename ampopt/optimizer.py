@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import closures, ranks, torch_scaler
+from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.handwritten_step import HandwrittenStep
@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as torch does; discard a pending unscale and accumulated sums."""
         ours = self._ampopt
-        ours.left_out.note_zero_grad()
+        ours.left_out.note_zero_grad(gradients.params_of(self.param_groups))
         ours.phase.discard()
         if ours.untold_scale.is_in_gradients():
             note_told()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.rank_settings import RankSettings, digest
+from ampopt._step.rank_settings import UNKNOWN, RankSettings, digest
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
@@ -51,7 +51,7 @@ class ControlPoint(enum.IntEnum):
 
 
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
-    """Indices into a row. From ``LEFT_OUT`` on, the rows of all ranks have to be equal."""
+    """Indices into a row. From ``OPTIONS`` on, the rows of all ranks have to be equal."""
 
     OVERFLOW = 0  # more than 0 if a gradient of this rank is not finite; for CLOSURE, its loss
     SQUARES = 1  # squared norm of this rank; NaN if not requested
@@ -60,7 +60,7 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     GIVES_LOSS = 4  # 1 if LOSS was passed
     MUST_SKIP = 5  # 1 if the accumulation cycle of this rank must be skipped
     RAISED = 6  # 1 if the closure of this rank raised
-    LEFT_OUT = 7  # this and the next three are of RankSettings
+    LEFT_OUT = 7  # this and the next three are of RankSettings; equal where it is not UNKNOWN
     OPTIONS = 8
     TENSORS = 9
     COPIES = 10
@@ -298,14 +298,16 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
         rows: the rows of all ranks.
         ranks: the rank of each row.
     """
-    first = rows[0][Column.LEFT_OUT :]
-    if all(row[Column.LEFT_OUT :] == first for row in rows) and not _lacks_loss(rows):
+    first, known = rows[0][Column.OPTIONS :], {row[Column.LEFT_OUT] for row in rows} - {UNKNOWN}
+    are_equal = all(row[Column.OPTIONS :] == first for row in rows) and len(known) < 2
+    if are_equal and not _lacks_loss(rows):
         return None
     calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
     for column, (text, to_text) in _COMPARED.items():
         ranks_by_number: dict[str, list[int]] = defaultdict(list)
         for rank, row in calling.items():
-            ranks_by_number[repr(row[column])].append(rank)  # repr, since NaN != NaN
+            if column != Column.LEFT_OUT or row[column] != UNKNOWN:
+                ranks_by_number[repr(row[column])].append(rank)  # repr, since NaN != NaN
         if len(ranks_by_number) > 1:
             if to_text is None:
                 return text.format(" against ".join(map(named_ranks, ranks_by_number.values())))

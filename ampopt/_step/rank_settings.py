@@ -18,7 +18,7 @@ from ampopt.options import DEFAULTS
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
 
-__all__ = ["LeftOut", "RankSettings", "digest"]
+__all__ = ["UNKNOWN", "LeftOut", "RankSettings", "digest"]
 
 
 def digest(value: object) -> int:
@@ -26,28 +26,42 @@ def digest(value: object) -> int:
     return zlib.crc32(repr(value).encode()) % 2**24
 
 
+UNKNOWN = -1
+"""What :meth:`RankSettings.left_out` returns if this rank cannot tell."""
+
+
 @dataclass
 class LeftOut:
-    """Counts the calls of ``zero_grad`` of one optimizer that no other call came before.
+    """Counts the calls that one rank has left out for one optimizer since the last all-reduce.
 
     All-reduces match in order, so after a call that one rank has left out, its next call meets the
-    call before on the other ranks. Nothing but this count tells. Gradients do not matter: all ranks
-    may drop a batch of which one rank has none.
+    call before on the other ranks. Nothing but this count tells.
 
     Attributes:
-        count: how often ``zero_grad`` was called with neither an all-reduce nor a step before it.
+        count: how often ``zero_grad`` has cleared gradients with neither an all-reduce nor a step
+            before it.
+        is_known: whether there were gradients in all of these calls of ``zero_grad``. Without, this
+            rank has left out a call, of a batch for which it has no gradients, or has not.
         is_decided: whether there was an all-reduce, or a step, since the last ``zero_grad``. A
             plain step uses gradients without an all-reduce, on all ranks alike.
     """
 
     count: int = 0
+    is_known: bool = True
     is_decided: bool = False
 
-    def note_zero_grad(self) -> None:
-        """Note that ``zero_grad`` is about to clear the gradients."""
+    def note_zero_grad(self, params: Iterable[Tensor]) -> None:
+        """Note that ``zero_grad`` is about to clear the gradients of ``params``."""
         if not self.is_decided:
-            self.count += 1
+            if any(param.grad is not None for param in params):
+                self.count += 1
+            else:
+                self.is_known = False
         self.is_decided = False
+
+    def note_all_reduce(self) -> None:
+        """Note that there is an all-reduce now."""
+        self.count, self.is_known, self.is_decided = 0, True, True
 
 
 class RankSettings:
@@ -83,10 +97,12 @@ class RankSettings:
         self._digest = 0
 
     def left_out(self) -> int:
-        """The sum of :attr:`LeftOut.count`. Notes that there is an all-reduce now."""
+        """The calls that this rank has left out, or UNKNOWN. Notes that an all-reduce is made."""
+        is_known = all(each.is_known for each in self._left_out)
+        count = sum(each.count for each in self._left_out) if is_known else UNKNOWN
         for each in self._left_out:
-            each.is_decided = True
-        return sum(each.count for each in self._left_out) % 2**24
+            each.note_all_reduce()
+        return count
 
     def options(self) -> int:
         """A digest of the options, without the values of tensors."""

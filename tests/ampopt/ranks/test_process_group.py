@@ -317,26 +317,30 @@ def test_a_gradient_that_one_rank_cannot_step_with_after_a_closure_raises_on_bot
     assert "the closure has raised on another rank" in second
 
 
-def stepped_after_gradients_of_one_rank(with_step: bool) -> list[float]:
-    """The values after gradients of rank 0 alone were stepped with, or dropped, without a scale.
-
-    And after a step of both ranks with a scale.
-    """
-    p = Parameter(torch.ones(1))
+def stepped_after(what: str) -> list[float]:
+    """The values after what one rank alone did, and a step of both ranks with a scale."""
+    p, rank = Parameter(torch.ones(1)), torch.distributed.get_rank()
     group = torch.distributed.new_group()  # which has counted no calls
     optimizer = ampopt.SGD([p], lr=0.5, process_group=group)
-    p.grad = None if torch.distributed.get_rank() else torch.ones(1)
-    if with_step:
-        optimizer.step()
-    optimizer.zero_grad()
+    if what == "cleared again":
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+        optimizer.zero_grad()
+        if rank == 0:
+            optimizer.zero_grad()
+    else:
+        p.grad = None if rank else torch.ones(1)
+        if what == "stepped":
+            optimizer.step()
+        optimizer.zero_grad()
     p.grad = torch.ones(1)
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     return p.tolist()
 
 
-@pytest.mark.parametrize(("with_step", "values"), [(True, [[0.25], [0.75]]), (False, [[0.75]] * 2)])
-def test_gradients_that_one_rank_lacked_count_as_no_call_left_out(two_ranks, with_step, values):
-    assert two_ranks.run(stepped_after_gradients_of_one_rank, with_step, timeout=10) == values
+@pytest.mark.parametrize("what", ["stepped", "dropped", "cleared again"])
+def test_what_one_rank_does_without_gradients_counts_as_no_call_left_out(two_ranks, what):
+    values = [[0.25], [0.75]] if what == "stepped" else [[0.75]] * 2
+    assert two_ranks.run(stepped_after, what, timeout=10) == values
 
 
 def without_parameters() -> str:
