@@ -40,8 +40,8 @@ _SECOND_RUNNERS = 8
 """The rules beside that of the optimizer whose plans are kept: those that were run last."""
 
 _MAKES_STATES = (
-    "the first step of an optimizer, the first with a gradient of some parameter, or one with "
-    "other options or layouts than the step before: each replay would make states again"
+    "a step that makes states: the first of an optimizer or of a parameter, or one with other "
+    "options or layouts than the step before. Each replay would make the states again"
 )
 
 

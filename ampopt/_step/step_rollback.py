@@ -255,7 +255,7 @@ class SkipPolicy:
         """Choose the mode ``"host"``, and log the reason once."""
         self.mode, self.reason = "host", reason
         _log.info(
-            "%s.step %s: every step synchronizes to read the overflow flag first",
+            "%s.step %s: before every step, the CPU waits to read the overflow flag",
             type(optimizer).__name__,
             reason,
         )

@@ -196,8 +196,7 @@ def __getattr__(name: str) -> Any:
     """Raise for a function that this language lacks: name those that it has."""
     if name in (*HELPERS, "rand", "randn"):
         raise AttributeError(
-            f"the rule uses tl.{name}, whose results differ between devices (for NaN, by dtype, or "
-            "in random numbers): write "
+            f"the rule uses tl.{name}, whose results are not the same on all devices: write "
             f"from ampopt_kernels import {name}, and call {name}(...)"
         )
     offered = sorted((*FUNCTIONS, *_DTYPES))

@@ -81,7 +81,7 @@ def test_the_reason_for_skipping_by_the_host_is_named(cls, reason):
     assert found is not None
     assert found == reason
     assert (
-        f"{cls.__name__}.step {found}: every step synchronizes to read the overflow flag"
+        f"{cls.__name__}.step {found}: before every step, the CPU waits to read the overflow flag"
         in "\n".join(logged.output)
     )
 
