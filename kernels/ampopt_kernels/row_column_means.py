@@ -128,7 +128,8 @@ def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
     )
     states = list(zip(*(own.states for own in several), strict=True))
     old = [torch.stack(own) if len(own) > 1 else own[0][None] for own in states]
-    new, factors = (), means
+    new: Any = ()
+    factors: Any = means
     if work.rule.factors is not None:
         new, factors = work.rule.factors(means, tuple(x.to(dtype) for x in old), lines.h, flags)
     for tensors, before, after in zip(states, old, new, strict=True):

@@ -381,9 +381,9 @@ def test_a_buffer_that_was_replaced_is_captured_again(graphs):
 @stand_in_only
 def test_a_model_that_replaces_its_buffers_is_refused(graphs):
     class Counting(torch.nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            self.register_buffer("seen", getattr(self, "seen", 0) + inputs.mean(0).detach())
-            return super().forward(inputs)
+        def forward(self, input: Tensor) -> Tensor:
+            self.register_buffer("seen", getattr(self, "seen", 0) + input.mean(0).detach())
+            return super().forward(input)
 
     model = Counting(2, 1)
     optimizer = ampopt.SGD(model.parameters())
