@@ -55,7 +55,8 @@ class DeclaredStates(NamedTuple):
     @property
     def tensors(self) -> tuple[State, ...]:
         """The states that are tensors of one or more dimensions."""
-        return self.rule.tensor_state_for(self.flags)
+        elementwise = self.rule.state_for(self.flags)
+        return (*elementwise, *self.rule.row_column_states_for(self.flags))
 
     @property
     def scalars(self) -> tuple[State, ...]:

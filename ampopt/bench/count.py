@@ -85,13 +85,12 @@ def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[
     """
     if not (rule.reduces if role == "reduce" else rule.averages_for(flags)):
         return []
-    function = rule.torch_reduce_in if role == "reduce" else rule.torch_averages_in
     n, h = 2 + len(rule.state_for(flags)), (1.0,) * rule.widths(n_hyper).reduce
     n_read = n + (len(rule.averages_for(flags)) if role == "reduce" else 0)
     with torch.enable_grad():
         grad, param, *state = tensors = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
         indices = []
-        for term in function(torch.float32)(param, grad, tuple(state), h, flags):
+        for term in rule.on_tensors(role, torch.float32)(param, grad, tuple(state), h, flags):
             grads = [None] * n_read
             if term.requires_grad:
                 grads = torch.autograd.grad(

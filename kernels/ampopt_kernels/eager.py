@@ -164,7 +164,7 @@ class Eager(Backend):
                 grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *states))
                 g = grad * factor[0] * factor[1]
                 state = (*state, *row.row_column_factors(start, end))
-                terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
+                terms = rule.on_tensors("reduce", dtype)(param, g, state, h, row.flags)
                 start = end
                 sums[index] = sums[index] + torch.stack([term.to(wide).sum() for term in terms])
         return torch.stack(sums)
@@ -197,8 +197,8 @@ class Eager(Backend):
                 old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
                 full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])
                 param, *state = (t.to(dtype) for t in (full, *old_states))
-                update = rule.torch_update_in(dtype)
-                at = rule.at(param, position)
+                update = rule.on_tensors("update", dtype)
+                at = ((position, param),) * rule.draws
                 inputs = (*state, *row.row_column_factors(start, end))
                 param, state = update(param, g, inputs, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)

@@ -157,7 +157,7 @@ def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:
     row = work.rows[index]
     own, (inverse, clip, *h) = row.row_column_means, coefficients
     dtype, device, sums = row.compute_dtype, work.device, own.zero_sums()
-    averages = work.rule.torch_averages_in(dtype)
+    averages = work.rule.on_tensors("averages", dtype)
     *batch, m, n = own.shape
     stack = math.prod(batch), m, n
     tensors = [t.view(stack) for t in (work.grads[index], *row.decoded_inputs)]

@@ -301,10 +301,6 @@ class Rule:
         """The elementwise states that exist under ``flags``."""
         return _existing(self, flags).elementwise
 
-    def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
-        """All but the scalar states under ``flags``, in the order of the ``state`` argument."""
-        return (*self.state_for(flags), *self.row_column_states_for(flags))
-
     @functools.cached_property
     def all_averages(self) -> tuple[str, ...]:
         """What each mean is over, under the flags that have most of them."""
@@ -344,37 +340,20 @@ class Rule:
             return group
         return {**group, **self.entries(group, *kind)}
 
-    def at(self, p: Tensor, position: Tensor | None = None) -> tuple[Any, ...]:
-        """The arguments of ``update`` after ``flags``, for torch tensors: ``(at,)`` or none.
-
-        Args:
-            p: the block of the parameter.
-            position: index of each element, int64; see :mod:`ampopt_kernels.element_indices`.
-        """
-        return ((position, p),) if self.draws else ()
-
-    def torch_update_in(self, dtype: torch.dtype) -> Any:
-        """``update`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._on_blocks("update", dtype)
-
-    def torch_reduce_in(self, dtype: torch.dtype) -> Any:
-        """``reduce`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._on_blocks("reduce", dtype)
-
-    def torch_averages_in(self, dtype: torch.dtype) -> Any:
-        """``averages`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._on_blocks("averages", dtype)
-
     @functools.cached_property
-    def _on_blocks(self) -> "Callable[[str, torch.dtype], Any]":
-        """A function of a name and a dtype: the rule's function of that name on torch tensors."""
+    def on_tensors(self) -> "Callable[[str, torch.dtype], Any]":
+        """A function of a name and a dtype: a function of the rule for torch tensors.
+
+        The name is ``"update"``, ``"reduce"`` or ``"averages"``, and the dtype that of the blocks,
+        float32 or float64.
+        """
 
         @functools.cache
-        def on_blocks(role: str, dtype: torch.dtype) -> Any:
-            language = torch_language.in_float64 if dtype == torch.float64 else None
+        def on_tensors(role: str, dtype: torch.dtype) -> Any:
+            language = torch_language.in_widest if dtype == torch.float64 else None
             return torch_language.dividing(torch_language.bind(getattr(self, role), language))
 
-        return on_blocks
+        return on_tensors
 
     @functools.cached_property
     def torch_before_sums(self) -> Any:
@@ -385,7 +364,7 @@ class Rule:
         if not self.reduces:
             return self.torch_scalars
         return torch_language.dividing(
-            torch_language.bind(self.before_reduce, torch_language.of_scalars)
+            torch_language.bind(self.before_reduce, torch_language.in_widest)
         )
 
     @functools.cached_property
@@ -394,7 +373,7 @@ class Rule:
 
         Takes five arguments, and passes on as many as it needs.
         """
-        scalars = torch_language.bind(self.scalars, torch_language.of_scalars)
+        scalars = torch_language.bind(self.scalars, torch_language.in_widest)
         n = self.scalars_arguments
 
         def with_unused(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
@@ -415,7 +394,7 @@ class Rule:
             if not self.reduces:
                 return Widths(len(before), 0, len(before))
             states = (one,) * len(self.inputs_for(flags))
-            terms = self.torch_reduce_in(torch.float64)(one, one, states, before, flags)
+            terms = self.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
             sums = (one,) * len(terms)
             _, h = self.torch_scalars(s, before, flags, sums, sums)
             return Widths(len(before), len(terms), len(h))

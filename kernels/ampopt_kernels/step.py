@@ -28,7 +28,7 @@ from ampopt_kernels.tensors import widest
 
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
 
-_decide = torch_language.bind(decide, torch_language.of_scalars)
+_decide = torch_language.bind(decide, torch_language.in_widest)
 _decide_on_numbers = torch_language.bind(decide, torch_language.on_numbers)
 
 

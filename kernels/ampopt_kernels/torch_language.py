@@ -219,7 +219,7 @@ class _Language:
         return getattr(_this_module, name)
 
 
-def _where_of_scalars(condition: Any, a: Any, b: Any) -> Any:
+def _where_in_widest(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where ``condition`` holds, else ``b``; two numbers give the widest dtype."""
     number = widest(condition.device) if isinstance(condition, torch.Tensor) else float64
     return where(condition, a, b, number)
@@ -301,6 +301,5 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
-in_float64 = _Language(where=functools.partial(where, number=float64))
-of_scalars = _Language(where=_where_of_scalars)
+in_widest = _Language(where=_where_in_widest)
 on_numbers = _on_numbers()

@@ -498,10 +498,10 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
             s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n, ()
             if rule.reduces:
                 s, h = rule.torch_before_sums(s, h, flags)
-                sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
+                sums = rule.on_tensors("reduce", torch.float64)(one, one, states, h, flags)
             _, h = rule.torch_scalars(s, h, flags, sums, sums)
-            at = rule.at(one, one.long())
-            rule.torch_update_in(torch.float32)(one, one, states, h, flags, *at)
+            at = ((one.long(), one),) * rule.draws
+            rule.on_tensors("update", torch.float32)(one, one, states, h, flags, *at)
         except (ValueError, IndexError):
             continue
         return n

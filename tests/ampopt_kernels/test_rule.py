@@ -115,7 +115,7 @@ def test_without_scalars_hyperparameters_pass_through():
 
 
 def test_runs_on_tensors():
-    p, state = RULE.torch_update_in(torch.float32)(
+    p, state = RULE.on_tensors("update", torch.float32)(
         torch.ones(2), torch.full((2,), 2.0), (), (0.25,), ()
     )
     assert p.tolist() == [0.5, 0.5]
@@ -134,11 +134,13 @@ def test_built_in_rules_keep_to_what_they_declare(name):
         state = (torch.ones(2),) * len(rule.inputs_for(flags))
         if rule.reduces:
             s, h = rule.torch_before_sums(s, h, flags)
-            terms = rule.torch_reduce_in(torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
+            terms = rule.on_tensors("reduce", torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
             assert all(t.shape == (2,) for t in terms)
             sums = (one,) * len(terms)
         s, h = rule.torch_scalars(s, h, flags, sums, sums)
         assert len(s) == len(rule.scalar_state)
-        p, new = rule.torch_update_in(torch.float32)(torch.ones(2), torch.ones(2), state, h, flags)
+        p, new = rule.on_tensors("update", torch.float32)(
+            torch.ones(2), torch.ones(2), state, h, flags
+        )
         assert len(new) == len(states)
         assert all(t.shape == (2,) for t in (p, *new))

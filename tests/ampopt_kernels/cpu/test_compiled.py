@@ -432,7 +432,7 @@ def test_sums_of_lines_are_those_of_float64(stack, m, n, both, dtypes, factors, 
     own, results = line_sums(both, tensors, factors)
     compute = arithmetic(*dtypes[:2])
     g, p, state = (t.to(compute).view(matrices, m, n) for t in tensors)
-    averages = LINES.torch_averages_in(compute)
+    averages = LINES.on_tensors("averages", compute)
     terms = averages(p, g * factors[0] * factors[1], (state,), (0.3,), (both,))
     for over, sums, term in zip(own.over, results, terms, strict=True):
         assert sums.shape == shape_of_lines((*batch, m, n), over) and sums.dtype == F64
