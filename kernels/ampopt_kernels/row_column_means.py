@@ -126,10 +126,9 @@ def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
         (sums / (n if over == "rows" else m)).to(dtype)
         for sums, over in zip(lines.sums, first.over, strict=True)
     )
-    states = list(zip(*(own.states for own in several), strict=True))
+    states: list[Any] = list(zip(*(own.states for own in several), strict=True))
     old = [torch.stack(own) if len(own) > 1 else own[0][None] for own in states]
-    new: Any = ()
-    factors: Any = means
+    new, factors = (), means
     if work.rule.factors is not None:
         new, factors = work.rule.factors(means, tuple(x.to(dtype) for x in old), lines.h, flags)
     for tensors, before, after in zip(states, old, new, strict=True):
