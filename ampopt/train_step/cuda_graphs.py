@@ -129,6 +129,7 @@ class CapturedSteps:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._trainable: list[bool] = []
         self._zeroed_versions: list[int] = []  # the version of each gradient after it was zeroed
+        self._last_step: tuple[Any, Any] = None, None  # decision and records of the last warm-up
         self._capture: _Capture | None = None
         self._kind: Any = None
         self._warm = 0
@@ -159,7 +160,7 @@ class CapturedSteps:
         if self._capture is None:
             if kind != self._kind:
                 self._kind, self._warm = kind, 0
-            if self._warm < _WARM_STEPS:
+            if self._warm < _WARM_STEPS or not self._was_last_step():
                 result = self._run_without_graph(body, batch, scale)
                 self._warm += 1
                 return result
@@ -176,7 +177,7 @@ class CapturedSteps:
             result = body(batch, scale, clear)
         if self._capture is None:
             # Steps before the last may register buffers.
-            if self._warm == _WARM_STEPS - 1 and not modules.unchanged():
+            if self._warm >= _WARM_STEPS - 1 and not modules.unchanged():
                 raise RuntimeError(
                     "cuda_graph=True: the model replaces a buffer, or changes the mode of a "
                     "module, while it runs. A graph writes to the same memory at each replay: "
@@ -186,9 +187,19 @@ class CapturedSteps:
             before, params = self._gradients, self._params()
             self._gradients = [(p, p.grad) for p in params if p.grad is not None]
             self._trainable = [p.requires_grad for p in params]
+            self._last_step = self._optimizer._ampopt.runner.decision, self._records()
             if self._warm:
                 self._refuse_others({p for p, _ in before} ^ {p for p, _ in self._gradients})
         return result
+
+    def _was_last_step(self) -> bool:
+        """Whether the optimizer has taken no step since the warm-up, and would take the same again.
+
+        A step by hand, or a new watch, needs other tables, which a capture cannot send.
+        """
+        decision, records = self._last_step
+        is_same = self._optimizer._ampopt.runner.decision is decision
+        return is_same and self._records() == records
 
     def _capture_step(self, body: Body, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
         """Capture the step, with copies of the inputs and of the scale, which replays overwrite."""

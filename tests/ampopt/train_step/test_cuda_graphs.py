@@ -366,6 +366,24 @@ def test_another_mode_of_a_module_is_captured_again(graphs, whole):
 
 
 @stand_in_only
+@pytest.mark.parametrize("what", ["step by hand", "skip_when"])
+def test_another_step_between_warm_up_and_capture_delays_the_capture(graphs, what):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0)
+        if what == "skip_when":
+            ampopt.skip_when(training.optimizer, norm=100.0)
+        else:
+            inputs, targets = batch()
+            training.optimizer.zero_grad()
+            MSE(training.model(inputs), targets).backward()
+            training.optimizer.unscale_and_step(grads_scaled_by=1.0)
+        training(1.0, 2.0, 3.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (1, 2)
+
+
+@stand_in_only
 def test_a_buffer_that_was_replaced_is_captured_again(graphs):
     def train(training: Training) -> None:
         model = training.model
