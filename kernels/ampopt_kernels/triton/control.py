@@ -6,7 +6,7 @@ import torch
 
 from ampopt_kernels import step_decision as decide_module
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.rule import keep, keep_all
+from ampopt_kernels.rule import call_scalars, keep, keep_all
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
@@ -197,7 +197,7 @@ def control_kernel(
         STATISTICS: for each check how many statistics it has, 0 for none.
         DROP: whether an overflow skips the step.
         PREVIEW: whether to write ``h_out`` only, and leave the scalar states as they are.
-        BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if ``N_TERMS``.
+        BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if that takes sums.
         SCALARS: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
         ARGUMENTS: how many of ``(s, h, flags, sums, totals)`` ``SCALARS`` takes.
         N_HYPER: hyperparameters of a variant.
@@ -375,15 +375,16 @@ def _advance(
         each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
         over_all = over_all + (tl.load(totals + i),)
     # Triton 3.6 treats an element of a compile-time tuple as a run-time value.
-    new_s, new_h = _scalars(
+    if ARGUMENTS > 3:
+        s, h = BEFORE(s, h, tl.constexpr(FLAG_SETS[FLAG_SET]))  # pyright: ignore
+    new_s, new_h = call_scalars(
+        SCALARS,
+        ARGUMENTS,
         s,
         h,
         tl.constexpr(FLAG_SETS[FLAG_SET]),  # pyright: ignore
         each,
         over_all,
-        BEFORE,
-        SCALARS,
-        ARGUMENTS,
     )
     # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
@@ -393,21 +394,3 @@ def _advance(
         tl.store(address.to(tl.pointer_type(DTYPES[i])), new_s[i].to(DTYPES[i]), mask=exists)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)
-
-
-@jit
-def _scalars(
-    s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-):  # fmt: skip
-    """Call ``SCALARS``; if it takes sums, with what ``BEFORE`` returns."""
-    if ARGUMENTS == 2:
-        return SCALARS(s, h)
-    elif ARGUMENTS == 3:
-        return SCALARS(s, h, FLAGS)
-    else:
-        s, h = BEFORE(s, h, FLAGS)
-        if ARGUMENTS == 4:
-            return SCALARS(s, h, FLAGS, sums)
-        else:
-            return SCALARS(s, h, FLAGS, sums, totals)
