@@ -74,7 +74,8 @@ class Agreement:
         """
         self._groups_of_model, self.settings = groups, settings
         self._names_ranks, self._mesh = names_ranks, mesh
-        self._step_has_collectives = step_has_collectives and mesh is not None
+        # Ranks that the user named may have different parameters, and so different gradients.
+        self._compares_gradients = step_has_collectives and not names_ranks
         self._replicated = replicated
         here = torch.distributed.get_rank()
         of_group = torch.distributed.get_process_group_ranks
@@ -165,7 +166,7 @@ class Agreement:
         row[Column.PRESENT] = float(n_gradients > 0)
         row[Column.PARAMS] = float(self._params)
         row[Column.CLASSES] = float(self.settings.classes)
-        row[Column.GRADIENTS] = float(n_gradients) if self._step_has_collectives else 0.0
+        row[Column.GRADIENTS] = float(n_gradients) if self._compares_gradients else 0.0
         return row
 
     def exchange(

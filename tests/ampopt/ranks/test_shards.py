@@ -476,6 +476,35 @@ def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ran
         assert two_ranks.run(with_gradients_of, which, name, plain) == ["", ""]
 
 
+def stages(name: str) -> list[float]:
+    """How far two stages of a pipeline, with matrices on a mesh each, end from a whole model."""
+    from torch.distributed.tensor import Shard
+
+    rows = [Shard(0)]
+    mesh = mesh_of(2, 2, names=("dp", "tp"))["tp"]
+    stage = torch.distributed.get_rank() // 2
+    whole = [Parameter(numbers((4, 3), seed)) for seed in range(3)]
+    own = whole[:1] if stage == 0 else whole[1:]
+    params = [Parameter(spread(p.detach(), mesh, rows)) for p in own]
+    group = torch.distributed.group.WORLD
+    optimizers: Any = named(name)(params, process_group=group), named(name)(whole)
+    for seed in (10, 20):
+        for index, p in enumerate(whole):
+            p.grad = numbers((4, 3), seed + index)
+        for p, q in zip(params, own, strict=True):
+            p.grad = spread(q.grad, mesh, rows)
+        for optimizer in optimizers:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+    pairs = zip(params, own, strict=True)
+    return [(p.detach().full_tensor() - q.detach()).abs().max().item() for p, q in pairs]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_stages_of_a_pipeline_may_have_unequal_numbers_of_matrices(four_ranks, name):
+    for apart in four_ranks.run(stages, name):
+        assert all(far < 1e-6 for far in apart)
+
+
 def evaluated(nan_on: int) -> tuple[str, str]:
     """The result of a closure whose loss is NaN on one rank."""
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
