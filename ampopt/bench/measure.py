@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -107,10 +107,6 @@ class Times:
     def spread(self) -> float:
         """Half of the interquartile range."""
         return (self.high - self.low) / 2
-
-    def as_dict(self) -> dict[str, float]:
-        """The times as a dict, for JSON."""
-        return asdict(self)
 
 
 def _quartiles(times: list[float]) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -107,34 +107,21 @@ class BenchRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON; times in seconds."""
+        ran = {
+            name: {**asdict(times), **(asdict(self.costs[name]) if name in self.costs else {})}
+            for name, times in self.times.items()
+        }
+        missing = {name: {"missing": why} for name, why in self.missing.items()}
+        in_contenders = ("device", "times", "missing", "costs")
         return {
-            "optimizer": self.optimizer,
-            "workload": self.workload,
-            "clip": self.clip,
-            "tensors": self.tensors,
-            "elements": self.elements,
-            "bytes": self.bytes,
-            "bandwidth": self.bandwidth,
-            "floor": self.floor,
-            "to_floor": self.to_floor,
-            "best": self.best,
-            "ratio": self.ratio,
-            "ratio_of_least": self.ratio_of_least,
-            "ratio_to_float32": self.ratio_to_float32,
-            "contenders": {
-                **{
-                    name: {**times.as_dict(), **vars(self.costs.get(name, _NO_COST))}
-                    for name, times in self.times.items()
-                },
-                **{name: {"missing": why} for name, why in self.missing.items()},
-            },
-            "allocated": self.allocated,
-            "unknown": self.unknown,
-            "doubt": self.doubt,
+            **{name: value for name, value in vars(self).items() if name not in in_contenders},
+            **{name: getattr(self, name) for name in _DERIVED},
+            "contenders": {**ran, **missing},
         }
 
 
-_NO_COST: Any = type("_NoCost", (), {})()
+_DERIVED = ("floor", "to_floor", "best", "ratio", "ratio_of_least", "ratio_to_float32")
+"""The properties of a :class:`BenchRow` that are in its JSON."""
 
 
 def measure(

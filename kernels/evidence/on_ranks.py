@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,7 @@ def _times(
             missing = {**dict.fromkeys(steps, str(error)), **missing}
         results.append(
             {
-                "times": {name: t.as_dict() for name, t in times.items()},
+                "times": {name: asdict(t) for name, t in times.items()},
                 "missing": missing,
                 "waited": wait,
             }

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 
 import pytest
 
@@ -19,7 +20,7 @@ def eager():
 
 def seen_on_ranks(rounds=5, waited=0.0):
     """The result that the first rank returns for a row."""
-    times = measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3).as_dict()
+    times = asdict(measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3))
     there = {name: times for name in ("foreach", "ampopt")}
     return {"times": there, "missing": {"fused": "not here"}, "waited": waited}
 
