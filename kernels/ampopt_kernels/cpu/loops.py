@@ -8,7 +8,7 @@ Arguments with one meaning in all functions: ``table`` has ``n_rows`` rows of ``
 (see ``table``); ``grads`` has the address of the gradient of each row of the work, 0 for a row
 without one. The *numbers* of a row are what the functions of a rule take as ``h``, after the
 reciprocal of the scale and the clip coefficient: ``numbers`` has those of several rows, one after
-another, and ``of_rows`` the index of those that a row takes, -1 for a row without a gradient.
+another, and ``which`` the index of those that a row takes, -1 for a row without a gradient.
 """
 
 __all__ = [
@@ -81,13 +81,13 @@ constexpr int64_t WORTH_THREADS = {worth_threads};
 SCALARS = """
 static void compute(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
-    double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows
+    double clip, const double* sums, const double* totals, double* numbers, int64_t* which
 ) {{
     int64_t n = 0, last_variant = -1;
     double last[{n_inputs}], next[{n_inputs}];
     for (int64_t i = 0; i < n_rows; ++i) {{
         const int64_t* row = table + i * COLUMNS;
-        of_rows[i] = -1;
+        which[i] = -1;
         if (!grads[row[0]]) continue;
         const double inputs[] = {{{inputs}}};
         const double* h = hyper + row[VARIANT] * {n_hyper};
@@ -100,7 +100,7 @@ static void compute(
             {statements}
         }}
         {stores}
-        of_rows[i] = n - 1;
+        which[i] = n - 1;
     }}
 }}
 """
@@ -129,26 +129,26 @@ static inline void unscale({grad}* grads, {number} inverse, int64_t start, int64
 // threads share. Stores the gradients unscaled if ``unscales``.
 extern "C" void update(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
-    double clip, const double* sums, const double* totals, double* numbers, int64_t* of_rows,
+    double clip, const double* sums, const double* totals, double* numbers, int64_t* which,
     int64_t threads, bool unscales
 ) {{
     of_scalars::compute(
-        grads, table, n_rows, hyper, inverse, clip, sums, totals, numbers, of_rows);
+        grads, table, n_rows, hyper, inverse, clip, sums, totals, numbers, which);
     int64_t n = 0;
-    for (int64_t i = 0; i < n_rows; ++i) if (of_rows[i] >= 0) n += table[i * COLUMNS + NUMEL];
+    for (int64_t i = 0; i < n_rows; ++i) if (which[i] >= 0) n += table[i * COLUMNS + NUMEL];
     if (n <= WORTH_THREADS) threads = 1;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t thread = 0; thread < threads; ++thread) {{
         int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
         for (int64_t i = 0; i < n_rows; ++i) {{
-            if (of_rows[i] < 0) continue;
+            if (which[i] < 0) continue;
             const int64_t* row = table + i * COLUMNS;
             int64_t from = cut(first, row[NUMEL]);
             const int64_t to = cut(last, row[NUMEL]);
             const Tensors tensors(grads, row);
             for (int64_t end; from < to; from = end) {{
                 end = unscales ? lesser(from + 32 * BLOCK, to) : to;
-                apply(numbers + of_rows[i] * {width}, tensors.of, from, end);
+                apply(numbers + which[i] * {width}, tensors.of, from, end);
                 if (unscales) unscale(({grad}*)tensors.of[0], inverse, from, end);
             }}
             first -= row[NUMEL], last -= row[NUMEL];
@@ -161,9 +161,9 @@ BEFORE_SUMS = """
 // Computes the numbers of ``reduce`` and ``averages``.
 extern "C" void before_sums(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* hyper, double inverse,
-    double clip, double* numbers, int64_t* of_rows
+    double clip, double* numbers, int64_t* which
 ) {
-    compute(grads, table, n_rows, hyper, inverse, clip, nullptr, nullptr, numbers, of_rows);
+    compute(grads, table, n_rows, hyper, inverse, clip, nullptr, nullptr, numbers, which);
 }
 """
 
@@ -188,14 +188,14 @@ __attribute__((noinline)) static void sum_part(
 }}
 
 // Writes the sum of each term over each row that has a gradient, at the row's index in the work.
-// The parts of a row are added one after another. ``numbers`` and ``of_rows`` are those of
+// The parts of a row are added one after another. ``numbers`` and ``which`` are those of
 // before_sums.
 extern "C" void reduce(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* numbers,
-    const int64_t* of_rows, int64_t threads, double* out
+    const int64_t* which, int64_t threads, double* out
 ) {{
     const auto parts_of = [=](int64_t i) {{
-        return of_rows[i] < 0 ? 0 : (table[i * COLUMNS + NUMEL] + {part} - 1) / {part};
+        return which[i] < 0 ? 0 : (table[i * COLUMNS + NUMEL] + {part} - 1) / {part};
     }};
     int64_t n_parts = 0;
     for (int64_t i = 0; i < n_rows; ++i) n_parts += parts_of(i);
@@ -210,7 +210,7 @@ extern "C" void reduce(
             for (int64_t own = first > part ? first - part : 0; own < end; ++own) {{
                 const int64_t start = own * {part};
                 sum_part(
-                    numbers + of_rows[i] * {width}, Tensors(grads, row).of, start,
+                    numbers + which[i] * {width}, Tensors(grads, row).of, start,
                     lesser(start + {part}, row[NUMEL]), parts + (part + own) * {n_terms});
             }}
         }}
@@ -277,12 +277,12 @@ __attribute__((noinline)) static void sum_bands(
 // number of threads, so no bit of the result does either.
 extern "C" void averages(
     const int64_t* grads, const int64_t* table, int64_t n_rows, const double* numbers,
-    const int64_t* of_rows, int64_t threads, double* const* sums
+    const int64_t* which, int64_t threads, double* const* sums
 ) {{
     for (int64_t i = 0; i < n_rows; ++i, sums += N_TERMS) {{
         const int64_t* row = table + i * COLUMNS;
-        if (of_rows[i] < 0 || !row[NUMEL]) continue;
-        const double* h = numbers + of_rows[i] * {width};
+        if (which[i] < 0 || !row[NUMEL]) continue;
+        const double* h = numbers + which[i] * {width};
         const Tensors tensors(grads, row);
         const int64_t m = row[TENSORS - 2], n = row[TENSORS - 1], bands = (m + ROWS - 1) / ROWS;
         const int64_t all = row[NUMEL] / (m * n) * bands;

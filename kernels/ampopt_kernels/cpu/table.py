@@ -85,9 +85,9 @@ class KindTable:
         self._table = array("q", chain.from_iterable(zip(*columns, strict=True)))
         widths = [kind.width_of(role) for role in ("update", "reduce")]
         self._numbers = array("d", bytes(8 * max(widths) * len(members)))
-        self._of_rows = array("q", bytes(8 * len(members)))
+        self._which = array("q", bytes(8 * len(members)))
         self._rows = self._table.buffer_info()[0], len(members)
-        self._results = self._numbers.buffer_info()[0], self._of_rows.buffer_info()[0]
+        self._results = self._numbers.buffer_info()[0], self._which.buffer_info()[0]
 
     def _columns(self, rows: list[ParamRow]) -> Iterator[Sequence[int]]:
         """The columns of the table of ``rows``, those of the members."""
@@ -146,7 +146,7 @@ class KindTable:
             rows: the rows of the work.
         """
         lines, width, to = [], self.kind.width_of("reduce"), array("q")
-        for place, result in zip(self.members, self._of_rows, strict=True):
+        for place, result in zip(self.members, self._which, strict=True):
             own = rows[place].row_column_means
             assert own is not None
             sums = own.zero_sums()
