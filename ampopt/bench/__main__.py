@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(str(error))
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"--device: {device} cannot be timed; choose cpu or cuda")
+    device = options.device
     if options.small and device.type != "cpu":
         parser.error("--small measures the host's time: add --device cpu")
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
@@ -211,7 +209,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=_DTYPES, default="float32", help="dtype of the parameters"
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cpu or cuda; default here: %(default)s")
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default=default,
+        help="cpu or cuda; default here: %(default)s",
+    )
     parser.add_argument(
         "--repeats", type=_positive(int), default=200, help="maximum number of rounds"
     )
@@ -229,9 +232,12 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu: CPU time of the thread, for a busy machine; busiest: that of the busiest of "
         "several threads, on Linux, with OMP_WAIT_POLICY=PASSIVE; default: wall",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures to this file")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw the ratios to this file; needs matplotlib"
+        "--plot",
+        type=_file,
+        metavar="FILE",
+        help="draw the ratios to this file; needs matplotlib",
     )
     parser.add_argument(
         "--elements",
@@ -266,6 +272,23 @@ def _parser() -> argparse.ArgumentParser:
         "experts or stochastic depth",
     )
     return parser
+
+
+def _device(text: str) -> torch.device:
+    """The device of that name, on which steps can be timed."""
+    kind = text.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text} cannot be timed; choose cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"torch finds no device for {text}; choose cpu")
+    return torch.device(text)
+
+
+def _file(text: str) -> str:
+    """The path of a file that can be written once everything is measured."""
+    if not (folder := Path(text).parent).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}: make it first")
+    return text
 
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -245,6 +245,9 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--optimizer", "LBFGS"], "LBFGS"),
         (["--repeats", "0"], "more than 0"),
         (["--device", "meta"], "choose cpu or cuda"),
+        (["--device", "gpu"], "choose cpu or cuda"),
+        (["--json", "no/such/folder.json"], "there is no folder no/such: make it first"),
+        (["--plot", "no/such/folder.png"], "there is no folder no/such: make it first"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
@@ -254,6 +257,13 @@ def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(*arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_torch_does_not_find_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--device", "cuda"])
+    assert "torch finds no device for cuda; choose cpu" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The table of small steps has a row for each case, and refuses what it cannot measure."""
 
 import pytest
+import torch
 
 from ampopt.bench import __main__ as bench
 from ampopt.bench import small
@@ -27,7 +28,8 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys):
         assert float(each) == pytest.approx(float(ours) / int(count), rel=0.01)
 
 
-def test_steps_on_another_device_are_refused(capsys):
+def test_steps_on_another_device_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit):
         bench.main(["--small", "--device", "cuda"])
     assert "--device cpu" in capsys.readouterr().err
