@@ -139,8 +139,7 @@ class Eager(Backend):
         assert work.rule is not None
         for index, row, _, h in self._before_sums(work, work.rule, decision):
             if row.row_column_means is not None:
-                sums = [of_term[None] for of_term in sums_of(work, index, h)]
-                lines.append(LineSums((index,), sums, h[2:]))
+                lines.append(LineSums((index,), sums_of(work, index, h), h[2:]))
         return lines, None
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:

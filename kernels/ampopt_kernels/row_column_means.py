@@ -61,12 +61,8 @@ class RowColumnMeans:
         self.over, self.states, self.shard = over, states, shard
         self.shape = tuple(param.shape)
         self.whole_shape = self.shape if shard is None else shard.shape
-        self.factors = self._zeros(dtype, param.device)
-
-    def _zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """For each mean zeros, one for each row, or column, of the shard."""
         shapes = (shape_of_lines(self.shape, over) for over in self.over)
-        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.factors = [torch.zeros(x, dtype=dtype, device=param.device) for x in shapes]
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -74,9 +70,10 @@ class RowColumnMeans:
         return (*map(Tensor.data_ptr, self.factors), *self.shape[-2:])
 
     def zero_sums(self) -> list[Tensor]:
-        """For each mean, zeros for the sums over the lines of this rank's shard: ``widest``."""
+        """As :attr:`LineSums.sums` for this rank's shard, in a stack of one: zeros."""
         device = self.factors[0].device
-        return self._zeros(widest(device), device)
+        shapes = ((1, *factor.shape) for factor in self.factors)
+        return [torch.zeros(shape, dtype=widest(device), device=device) for shape in shapes]
 
     def at(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The factors of the elements from ``start`` to ``end``, each 1-d."""
@@ -151,7 +148,7 @@ def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:
             ``averages`` gets; numbers, or 0-d tensors of the arithmetic dtype.
 
     Returns:
-        As :attr:`LineSums.sums`, without the first dimension.
+        As :attr:`LineSums.sums`, in a stack of one.
     """
     row = work.rows[index]
     own, (inverse, clip, *h) = row.row_column_means, coefficients

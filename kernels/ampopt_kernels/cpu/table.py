@@ -153,7 +153,7 @@ class KindTable:
             to.extend(map(Tensor.data_ptr, sums))
             if result >= 0:
                 h = tuple(self._numbers[result * width + 2 : (result + 1) * width])
-                lines.append(LineSums((place,), [of_term[None] for of_term in sums], h))
+                lines.append(LineSums((place,), sums, h))
         threads = torch.get_num_threads(), to.buffer_info()[0]
         self._library.averages(table.grads_at, *self._rows, *self._results, *threads)
         return lines
