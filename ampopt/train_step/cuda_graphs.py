@@ -153,7 +153,8 @@ class CapturedSteps:
             RuntimeError: the step cannot be captured.
         """
         leaves, structure = pytree.tree_flatten(batch)
-        kind = (structure, [_kind(leaf) for leaf in leaves])
+        modes = [module.training for module in self._modules]
+        kind = (modes, structure, [_kind(leaf) for leaf in leaves])
         self._put_gradients_back()
         if (self._capture is not None or self._warm) and not self._holds(scale):
             self.forget()
@@ -340,10 +341,11 @@ class CapturedSteps:
         return [x for x in values if isinstance(x, Tensor)]
 
     def _guarded_modules(self) -> IdentityGuard:
-        """The modes and the buffers of all modules, as they are now."""
-        modules = [module for root in self._modules for module in root.modules()]
-        modes = [(vars(module), {"training"} & vars(module).keys()) for module in modules]
-        return IdentityGuard([], [*modes, *((module._buffers, None) for module in modules)])
+        """The modes and the buffers of all modules, as they are now; not of scripted ones."""
+        dicts = [vars(module) for root in self._modules for module in root.modules()]
+        dicts = [each for each in dicts if isinstance(each.get("_buffers"), dict)]
+        modes = [(each, {"training"} & each.keys()) for each in dicts]
+        return IdentityGuard([], [*modes, *((each["_buffers"], None) for each in dicts)])
 
     def _check(self, plan: Plan | None) -> None:
         """Raise if the last step, with this plan, cannot be captured."""

@@ -366,6 +366,19 @@ def test_another_mode_of_a_module_is_captured_again(graphs, whole):
 
 
 @stand_in_only
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_model_is_captured(graphs):
+    def train(training: Training) -> None:
+        training.step.model = torch.jit.script(training.model)
+        training(1.0, 2.0, 3.0, 4.0)
+        training.step.model.eval()
+        training(1.0)
+
+    both(train, dropout=0.5)
+    assert (graphs.captures, graphs.replays) == (1, 1)
+
+
+@stand_in_only
 @pytest.mark.parametrize("what", ["step by hand", "skip_when"])
 def test_another_step_between_warm_up_and_capture_delays_the_capture(graphs, what):
     def train(training: Training) -> None:
