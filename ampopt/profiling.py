@@ -19,7 +19,7 @@ from ampopt._step import gradients
 from ampopt._step.by_rule import FIRST, RuleStep
 from ampopt._step.step_rollback import Mode, SkipPolicy
 from ampopt.backend import backend_for
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.step_data import Decision
 
 __all__ = ["Look", "Profile", "profile"]
@@ -146,12 +146,7 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
     if not optimizers:
         raise ValueError("profile() needs one or more optimizers: profile(optimizer)")
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"profile() takes ampopt optimizers, got {type(optimizer).__module__}."
-                f"{type(optimizer).__name__}: import it from ampopt, or call "
-                "ampopt.patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
     report = Profile()
     devices = {p.device for o in optimizers for group in o.param_groups for p in group["params"]}
     on_cuda = next((device for device in devices if device.type == "cuda"), None)
@@ -221,6 +216,8 @@ def _paths_of(
         return outcome
 
     def after(*_: Any) -> None:
+        if optimizer._ampopt.is_stepping:
+            return
         path = _path(optimizer, modes.pop() if modes else None)
         report.steps[name] += 1
         for group in optimizer.param_groups:

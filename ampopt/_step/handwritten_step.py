@@ -199,6 +199,15 @@ class HandwrittenStep(StepStrategy):
 
     # --- calling the step -------------------------------------------------------------------------
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Context manager around the step that a class defines, for :attr:`is_stepping`."""
+        before, self.is_stepping = self.is_stepping, True
+        try:
+            yield
+        finally:
+            self.is_stepping = before
+
     def _step_and_hooks(self, decision: Decision | None) -> StepOutcome:
         """Step or skip, and run the step hooks of the optimizer once."""
         optimizer = self.optimizer
@@ -218,11 +227,8 @@ class HandwrittenStep(StepStrategy):
 
     def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Like :meth:`_step_or_skip`, when step hooks already run around this call."""
-        self.is_stepping = True
-        try:
+        with self.stepping():
             return self._step_or_skip(step, decision)
-        finally:
-            self.is_stepping = False
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Call ``step``, or skip it.

@@ -70,8 +70,8 @@ class StepStrategy(RefersToOptimizer, ABC):
             and cleared after the call. It is not an argument because hooks, a wrapper that a user
             put on the instance, or a closure may be between the control point and our ``step``.
         left_out: counts calls that this rank leaves out, to compare with other ranks.
-        is_stepping: True while a control point runs the step. Hooks that run meanwhile belong to a
-            nested ``super().step()``, and are ignored.
+        is_stepping: True while a hand-written step runs. Hooks that run meanwhile belong to a
+            nested ``super().step()``: what counts steps ignores them.
         in_closure: True while a closure runs that is evaluated again, with a smaller scale, if its
             gradients overflow.
     """

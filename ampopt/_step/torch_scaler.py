@@ -163,7 +163,7 @@ def wrap_step(cls: type[Any], root: type[Any]) -> None:
         cls.step = _with_requests(step, reads_scaler=reads_scaler)
 
 
-def _with_requests(step: Callable[..., Any], *, reads_scaler: bool = False) -> Callable[..., Any]:
+def _with_requests(step: Callable[..., Any], *, reads_scaler: bool) -> Callable[..., Any]:
     """Wrap ``step`` so that a call follows the flag of a scaler or of a pending unscale.
 
     Args:
@@ -176,7 +176,8 @@ def _with_requests(step: Callable[..., Any], *, reads_scaler: bool = False) -> C
         handoff = None if reads_scaler else _handoff(self, args, kwargs)
         request = _plain_request(self, args, kwargs) if handoff is None else handoff.request
         if request is None:
-            result = step(self, *args, **kwargs)
+            with self._ampopt.stepping():
+                result = step(self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return result
         call = functools.partial(step, self, *args, **kwargs)

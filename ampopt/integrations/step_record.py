@@ -104,6 +104,9 @@ class StepRecord:
     @torch.no_grad()
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count one attempt; a step post-hook."""
+        ours = getattr(optimizer, "_ampopt", None)
+        if ours is not None and ours.is_stepping:
+            return
         self._steps += 1
         flag = getattr(optimizer, "found_inf", None)
         skipped = torch.zeros(()) if flag is None else (flag.detach().reshape(()) > 0).float()

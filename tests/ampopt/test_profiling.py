@@ -222,6 +222,19 @@ def test_several_optimizers_and_none(eager):
             pass
 
 
+def test_a_step_within_the_step_of_a_subclass_is_not_counted(eager):
+    class Derived(ampopt.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    made(ampopt.SGD)  # torch puts hooks around the step of a class that has instances
+    optimizer = made(Derived)
+    with profile(optimizer) as report:
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        optimizer.step()
+    assert report.steps == {"Derived": 2}
+
+
 def test_profiling_leaves_no_hooks_behind(eager):
     optimizer = made(Plain)
     before = ampopt._step.step_rollback.SkipPolicy.step  # pyright: ignore[reportAttributeAccessIssue]

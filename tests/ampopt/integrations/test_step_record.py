@@ -44,6 +44,20 @@ def test_steps_and_skips_are_counted():
     assert record.read()["steps"] == 6
 
 
+def test_a_step_within_the_step_of_a_subclass_is_not_counted():
+    class Derived(ampopt.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    ampopt.SGD([parameter()])  # torch puts hooks around the step of a class that has instances
+    param = parameter()
+    optimizer = Derived([param], lr=0.1)
+    record = StepRecord(optimizer)
+    stepped(optimizer, param, 1.0, INF)
+    optimizer.step()
+    assert record.read() == {"skipped": 0, "skips": 1, "steps": 3}
+
+
 def test_the_norm_is_that_of_the_optimizer():
     param = parameter()
     optimizer = ampopt.SGD([param], lr=0.1)

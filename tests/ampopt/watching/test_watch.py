@@ -428,6 +428,8 @@ def test_a_step_within_the_step_of_a_subclass_is_no_further_attempt(base, skip_b
     read = watch.read()
     assert (read["steps"], read["skips"], read["skips_in_a_row"]) == (8, 4, 1)
     assert read["parameters"][NAMES[0]]["overflows"] == 4
+    optimizer.step()
+    assert watch.read()["steps"] == 9
 
 
 def test_a_step_that_was_put_on_the_instance_is_counted():
