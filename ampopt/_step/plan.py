@@ -47,8 +47,8 @@ class Plan:
     Attributes:
         works: the rows of each device; empty if no parameter has ever had a gradient.
         present: as :attr:`Work.present`, for the rows of all devices.
-        reusable: whether a captured graph may replay the step; False if it works on copies of
-            tensors, or on complex ones.
+        reusable: whether later steps may use the plan; False if it works on copies of tensors, or
+            on complex ones.
     """
 
     def __init__(
@@ -112,14 +112,13 @@ class Plan:
         self._stepped_params = rule_rows.stepped_params
         self._params = [one.tensor for one in rule_rows.stepped_params]
         self._copies = rule_rows.copies
-        self._is_for_one_step = bool(rule_rows.copies) or any(p.is_complex() for p in self._params)
+        self.reusable = not (rule_rows.copies or any(p.is_complex() for p in self._params))
         # Unscaling in place rounds gradients of a narrower dtype than the arithmetic.
         self._writes_gradients = not masters.grads_at_unscale and all(
             row.grad_dtype == dtype
             for work in self.works
             for row, dtype in zip(work.rows, work.compute_dtypes, strict=True)
         )
-        self.reusable = not self._is_for_one_step
         self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
         grads = rule_rows.grads
         present = bytearray(grad is not None for grad in grads)
@@ -137,7 +136,7 @@ class Plan:
         Returns:
             Whether this plan can run the step. If not, the runner makes another.
         """
-        if rule is not self._rule or self._is_for_one_step:
+        if rule is not self._rule or not self.reusable:
             return False
         if not self._group_guard.revalidate(optimizer.param_groups):
             return False
@@ -159,7 +158,7 @@ class Plan:
         of_groups = self._group_guard.reason(optimizer.param_groups)
         if of_groups is not None:
             return of_groups
-        if self._is_for_one_step:
+        if not self.reusable:
             return "the step works on copies, of tensors that are not dense"
         return self._tensor_guard.reason(optimizer)
 
