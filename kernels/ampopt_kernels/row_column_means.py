@@ -131,11 +131,11 @@ def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
     for tensors, before, after in zip(states, old, new, strict=True):
         after = after.to(before.dtype)
         copy(tensors, (after if skipped is None else torch.where(skipped, before, after)).unbind())
-    if first.shard is not None:
-        here = zip(first.over, factors, strict=True)
-        factors = [first.shard.here(over, factor[0])[None] for over, factor in here]
     for i, factor in enumerate(factors):
-        copy([own.factors[i] for own in several], factor.unbind())
+        if first.shard is None:
+            copy([own.factors[i] for own in several], factor.unbind())
+        else:
+            first.shard.take(first.over[i], factor[0], first.factors[i])
 
 
 def sums_of(work: Any, index: int, coefficients: Sequence[Any]) -> list[Tensor]:

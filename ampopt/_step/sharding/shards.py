@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt_kernels.element_indices import ElementIndices, Jump
-from ampopt_kernels.state import shape_of_lines
 
 __all__ = ["Run", "ShardedMatrix", "boxes", "indices_in", "indices_of", "runs_at", "runs_of"]
 
@@ -184,14 +183,11 @@ class ShardedMatrix:
         """
         self.shape = tuple(param.shape)
         self._runs = runs_of(param) or [[] for _ in param.shape]
-        self._here = [sum(run.length for run in runs) for runs in self._runs]
 
-    def here(self, over: str, factors: Tensor) -> Tensor:
-        """The elements of ``factors``, of all ``"rows"`` or ``"columns"``, for the local ones."""
-        factors_here = factors.new_empty(shape_of_lines(self._here, over))
+    def take(self, over: str, factors: Tensor, into: Tensor) -> None:
+        """Write to ``into`` the ``factors``, of all ``"rows"`` or ``"columns"``, of local ones."""
         for here, whole in self._boxes(over):
-            factors_here[here] = factors[whole]
-        return factors_here
+            into[here] = factors[whole]
 
     def put(self, over: str, sums: Tensor, into: Tensor) -> None:
         """Write the ``sums`` of local lines to their places in ``into``, of the whole parameter."""
