@@ -187,9 +187,16 @@ def constant_to_dynamo(function: _Function) -> _Function:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-version = operator.attrgetter("_version")
-"""The number of in-place writes to a tensor that autograd has counted. With master weights, it
-detects edits of a ``p.grad`` that the step does not read. Gone: leave that error out."""
+def version(tensor: Any) -> int:
+    """The number of in-place writes to a tensor that autograd has counted.
+
+    Of a ``DTensor``, also of those to its shard, as ``fully_shard`` adds gradients up.
+    With master weights, it detects edits of a ``p.grad`` that the step does not read. Gone: leave
+    that error out.
+    """
+    shard = getattr(tensor, LOCAL_TENSOR, None)
+    return tensor._version + (0 if shard is None else shard._version)
+
 
 _cdata = operator.attrgetter("_cdata")
 

@@ -576,3 +576,30 @@ def clipped(bits_of_master: int) -> tuple[list[float], list[float]]:
 def test_clipping_of_sharded_masters_reaches_the_step(two_ranks, bits_of_master):
     for found, expected in two_ranks.run(clipped, bits_of_master):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def edited_shards() -> tuple[str, list[float]]:
+    """The error after an edit of a gradient's shard; and a 24-bit master, its shard written to."""
+    param = Parameter(placed(torch.ones(128, 64).bfloat16(), *meshes("fsdp")[0]))
+    optimizer = ampopt.SGD([param], lr=0.25, master_weights=True, master_bits=24)
+    param.grad = torch.ones_like(param)
+    optimizer.unscale(grads_scaled_by=4.0)
+    error = ""
+    try:
+        with torch.no_grad():
+            param.grad.to_local().zero_()
+        optimizer.step_after_unscale()
+    except RuntimeError as raised:
+        error = str(raised)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for _, master in optimizer.params_and_masters():
+            master.to_local().fill_(3.0)
+    (master,) = optimizer.master_params()
+    return error, whole(master).unique().tolist()
+
+
+def test_writes_to_shards_are_noticed(two_ranks):
+    for error, values in two_ranks.run(edited_shards):
+        assert "was changed after unscale()" in error
+        assert values == [3.0]
