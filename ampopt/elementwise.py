@@ -87,8 +87,8 @@ class ElementwiseOptimizer(Optimizer):
     step counts are 0-d tensors on its device.
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
-    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted, or ``master_bits``
-    is 24. If a subclass overrides ``step``, a skip needs a rollback or a synchronization: to refuse
+    ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted, or is kept in 24
+    bits. If a subclass overrides ``step``, a skip needs a rollback or a synchronization: to refuse
     a step, override :meth:`check_step` instead.
 
     See also :doc:`/guides/your_own_optimizer`, :doc:`/guides/rule_language`,
@@ -265,8 +265,8 @@ class ElementwiseOptimizer(Optimizer):
 
         This optimizer, and not the checkpoint, decides whether there are master weights, how
         parameters are rounded, and how many bits a state or a master has. States that have more
-        bits are rounded to nearest. Masters are converted at the next step, when the parameters are
-        loaded too.
+        bits are rounded to nearest. Masters are converted at the next step: load the parameters
+        before it, too.
 
         Raises:
             TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.

@@ -491,7 +491,7 @@ class Optimizer(torch.optim.Optimizer):
 
         For code that changes parameters between steps: write to the second tensor of a pair, and if
         it is a master, copy it to the first. A change of the parameter alone is overwritten by the
-        next step, except with ``master_bits=24``. Trap: a 24-bit master comes as a float32 copy,
+        next step, except where the master has 24 bits. Trap: such a master comes as a float32 copy,
         which is stored when the loop goes on to the next pair. So write within the loop: what is
         written later, as after ``list(...)``, is lost.
 

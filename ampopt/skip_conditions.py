@@ -45,7 +45,7 @@ _SYSTEMS = {
 
 
 class skip_when:
-    """Skip steps whose gradient norm, or loss, is an outlier, as steps that overflow are skipped.
+    """Skip steps whose gradient norm or loss is an outlier, in the way that overflows are skipped.
 
     In a skipped step, parameters and state stay bitwise the same, ``found_inf`` is more than 0, and
     :class:`ampopt.Watch` records the cause. The loss scale stays the same, and does not count the

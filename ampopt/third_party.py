@@ -87,7 +87,7 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
 
     For optimizers that a framework or a factory made. The class of the instance is changed to
     ``extend`` of its class. Param groups, state, hooks, schedulers, and methods that were set on
-    the instance are kept. This may be done in the middle of a training.
+    the instance are kept. This may be done in the middle of training.
 
     A loss scale is not part of the optimizer: start with ``scale = ampopt.DynamicLossScale()``, for
     instance.

@@ -236,7 +236,7 @@ def _refuse_shared(optimizers: list[Optimizer]) -> None:
                         f"{owners[id(param)]}; pass each optimizer once"
                     )
                 raise ValueError(
-                    f"optimizers {owners[id(param)]} and {index} share "
+                    f"optimizers {owners[id(param)]} and {index} share a parameter, "
                     f"{gradients.name_of(optimizer.param_groups, param)} of the latter: its "
                     "gradient would be unscaled and counted twice; leave it to one of them"
                 )

@@ -104,9 +104,9 @@ class Policy(nn.Module):
 
 
 def product(x: Tensor, layer: nn.Linear, parts: int) -> Tensor:
-    """``layer(x)``, from that many partial sums, each computed in float32 and rounded.
+    """``layer(x)``, added up from ``parts`` sums, each computed in float32 and rounded.
 
-    So do the matrix units of a GPU. Many CPUs have no fast float16 products of their own.
+    The matrix units of a GPU do the same. Many CPUs have no fast float16 products of their own.
     """
     pairs = zip(x.chunk(parts, -1), layer.weight.chunk(parts, -1), strict=True)
     first, *others = (F.linear(i.float(), w.float()).to(x.dtype) for i, w in pairs)

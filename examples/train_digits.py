@@ -44,7 +44,7 @@ TOLERANCE = 0.01
 """How far below float32 the accuracy of float16 may be."""
 
 LONGEST = 10.0
-"""The largest update of a weight that is right, in units of the learning rate."""
+"""The largest update of a weight that is allowed, in units of the learning rate."""
 
 
 @dataclass

@@ -5,10 +5,11 @@ and gathered in float16, gradients are summed in float32, and the loss scale sta
 step, the script makes a gradient of one rank infinite: both ranks skip that step, and their loss
 scales stay equal.
 
-Then one process takes the same steps; and one process and four resume from the checkpoint that the
-two ranks saved half way. A table and a picture compare the losses of the four runs, which must
-agree within 2 percent: "difference" is the largest relative difference of a loss from that of the
-run on two ranks, and "ranks equal" is whether all ranks had the same losses, skips and scales.
+Then one process takes the same steps. Two more runs, on one process and on four, resume from the
+checkpoint that the two ranks saved half way. A table and a picture compare the losses of the four
+runs, which must agree within 2 percent: "difference" is the largest relative difference of a loss
+from that of the run on two ranks, and "ranks equal" is whether all ranks had the same losses, skips
+and scales.
 
     python examples/train_sharded.py
 """

@@ -1,7 +1,7 @@
 """Train a transformer at five opt levels, and compare loss, speed and memory.
 
-The text is English, and ships with Python: what ``help("topics")`` prints, some 700 KB of it, read
-byte by byte. The same network is trained at five levels, from the same weights, on the same
+The text is English, and ships with Python: what ``help`` says on its topics, 466 KB in Python 3.11,
+read byte by byte. The same network is trained at five levels, from the same weights, on the same
 batches, and all of it again from other seeds:
 
     O0        float32
@@ -49,7 +49,7 @@ READ_EVERY = 20
 HELD_OUT = 0.1
 """The fraction of the text that is not trained on."""
 LONGEST = 10.0
-"""The largest update of an element that is right, in units of the learning rate."""
+"""The largest update of an element that is allowed, in units of the learning rate."""
 
 LEVELS: dict[str, Precision] = {
     "O0": Precision.like("O0"),

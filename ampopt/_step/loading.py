@@ -101,8 +101,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
         if not set(rule.hyper).isdisjoint(lacking) or (lacking and others_read & group.keys()):
             raise ValueError(
                 f"param group {index} of the state to be loaded has no {lacking[0]!r}, which "
-                f"{name} reads, but {sorted(group.keys() - {'params'})}, as another optimizer "
-                f"has. {wrong}"
+                f"{name} reads. It has {sorted(group.keys() - {'params'})}, as that of another "
+                f"optimizer has. {wrong}"
             )
     groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
     parts = (*rule.state, *rule.scalar_state)
@@ -121,8 +121,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
         kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
         if counts and "step" not in state and kept & state.keys():
             raise ValueError(
-                f"the state to be loaded has no 'step', the count of steps, of parameter {key}, "
-                f"but {sorted(state)}. {wrong}"
+                f"the state to be loaded has no 'step', the count of steps, for parameter {key}. "
+                f"It has {sorted(state)}. {wrong}"
             )
 
 

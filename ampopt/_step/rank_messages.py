@@ -350,9 +350,9 @@ _SKIP_WHEN = (
 _OPTIONS_HERE = "<the options of this rank>"
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LEFT_OUT: (
-        "some ranks have left out a call: they called zero_grad() with no step, and no call with a "
-        "scale or max_norm, before it ({}), so their calls since then have met earlier calls of "
-        "the other ranks. Make every call on all ranks of the process group",
+        "some ranks have left out a call: they called zero_grad() without a step, or another call "
+        "with a scale or max_norm, before it ({}), so their later calls were matched with earlier "
+        "calls of the other ranks. Make every call on all ranks of the process group",
         "{:.0f} times".format,
     ),
     Column.PARAMS: (
@@ -383,8 +383,8 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         None,
     ),
     Column.COPIES: (
-        "some ranks lack the gradient of a parameter of which others have a copy and its gradient "
-        "({}): give the gradient on all ranks that have a copy, zeros if need be, or on none; or "
+        "several ranks have copies of a parameter, and only some of them have its gradient ({}): "
+        "give the gradient on all ranks that have a copy, zeros if need be, or on none; or "
         "omit replicated=True in a param group whose parameters differ from rank to rank",
         None,
     ),
@@ -418,8 +418,8 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LOSS_LIMIT: (_SKIP_WHEN.format("loss"), _number),
     Column.LOSS_DEVIATIONS: (_SKIP_WHEN.format("loss_deviations"), _number),
     Column.CAUSES: (
-        "skip_when differs between ranks ({}) in warmup, in the number of calls, or in the name "
-        "passed to skip_when.like: call it with the same arguments on all ranks",
+        "warmup, the number of calls, or the name passed to skip_when.like differs between ranks "
+        "({}): call skip_when with the same arguments on all ranks",
         None,
     ),
     Column.SCALE: (

@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         "--small",
         action="store_true",
         help="only show the CPU time of AdamW's steps of 1 to 2,000 tensors of 64 elements, on one "
-        "thread, also where something changes at every step, and of a first step",
+        "thread: where nothing changes, where something changes at every step, and of a first step",
     )
     parser.add_argument(
         "--masters",

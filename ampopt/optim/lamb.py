@@ -36,7 +36,7 @@ class LAMB(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: the ratio of norms is used without ``weight_decay``, too;
+    Differs from the original: the ratio of norms is always used, as with ``use_nvlamb=True``;
     ``max_grad_norm`` is ``max_norm`` of ``unscale_and_step``; updates of float16 and bfloat16
     parameters are computed in float32 and rounded once, and norms are summed up in float64.
     """

@@ -80,8 +80,8 @@ class Calls(Claims):
     def test_step_after_unscale_may_be_step(self, make: Any, history: History) -> None:
         """Plain ``step()`` after ``unscale`` steps or skips, and ends the pending state.
 
-        Who has written loops for a GradScaler types ``unscale``, clips, and types ``step()``. If
-        that stepped whatever ``unscale`` found, an overflow would make every parameter NaN.
+        Those who have written loops for a GradScaler type ``unscale``, clip, and type ``step()``.
+        If that stepped whatever ``unscale`` found, an overflow would make every parameter NaN.
         """
         trained = start(make, history)
         for step in history.steps:

@@ -124,7 +124,7 @@ class Claims:
             as ``("train", "eval")``. The optimizer starts in the first. In any other mode a step
             must raise ``RuntimeError`` and change nothing, a checkpoint must keep the mode, and
             switching to the mode that it is in must change nothing.
-        calls (tuple of str, default empty): names of further methods that a training calls between
+        calls (tuple of str, default empty): names of further methods, called between
             steps, such as ``"update_hessian"``. A method with a parameter ``grads_scaled_by`` is
             called while gradients are present: it must return ``(found_inf, scale)``, change
             nothing if gradients overflow, and otherwise do what it does without a scale on unscaled
@@ -141,11 +141,11 @@ class Claims:
             stepped without synchronization.
         on_device (tuple of bool, default ``(False, True)``): examples run as on the CPU (False),
             and as on an accelerator (True); see :func:`ampopt.testing.as_on_a_device`.
-        state_bits (tuple of int, default ``(32, 16, 8)``): an optimizer of a rule keeps its states
-            in one of these numbers of bits in each example, as a param group with ``state_bits``
-            does, also those of small parameters. Invariants that need ``independent_parameters`` or
-            ``elementwise`` keep 32 bits, since random rounding depends on the place of an element
-            in the optimizer, and so do examples with sparse gradients.
+        state_bits (tuple of int, default ``(32, 16, 8)``): each example draws one of these. An
+            optimizer of a rule then keeps its states in that many bits, even those of small
+            parameters. The number is 32 where gradients are sparse, and in invariants that need
+            ``independent_parameters`` or ``elementwise``, since random rounding depends on the
+            place of an element in the optimizer.
         settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
             ``None`` means the active profile's; ``ampopt.testing.QUICK`` draws a tenth of the
             examples of Hypothesis's default.

@@ -35,7 +35,7 @@ class OptimizerContract(
     The optimizer may be any :class:`ampopt.Optimizer`, with a hand-written ``step()`` or an update
     rule.
 
-    Each test is one invariant. Its name states the promise, and its docstring says how a training
+    Each test is one invariant. Its name states the promise, and its docstring says how training
     breaks without it. Hypothesis draws the examples under the active profile, except that there is
     no deadline, and shrinks failures. A failure prints code that runs its example again.
 

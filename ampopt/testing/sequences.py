@@ -51,8 +51,8 @@ class Sequences(Claims):
         ``step()`` on unscaled gradients wherever a step should be applied, and is never saved or
         copied.
 
-        Two calls that are each right alone may be wrong in a row, and a long run makes every
-        sequence.
+        Two calls that are each right alone may be wrong one after the other, and a long run makes
+        every sequence.
         """
         _run(self, False, "plain_steps")
 

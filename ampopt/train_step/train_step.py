@@ -109,8 +109,8 @@ class TrainStep:
                 smaller scales, until its gradients are finite; ``"next_batch"``: take the next
                 batches of the iterator until one does not overflow. The default is ``"skip"``, or
                 ``"replay"`` if ``max_replays`` is given.
-            max_replays: the most replays of an evaluation of the loss (LBFGS makes many in a step),
-                or, with ``"next_batch"``, of a step; by default 100.
+            max_replays: how often each evaluation of the loss may be repeated, or, with
+                ``"next_batch"``, how many further batches a step may take; by default 100.
             preserve_rng: whether replays start from the same random state.
             cuda_graph: whether to capture the step as a CUDA graph. The optimizer must be
                 rule-based, and the model not under ``DistributedDataParallel``.

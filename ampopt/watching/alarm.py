@@ -72,7 +72,7 @@ class Condition:
         if self.skips_in_a_row is not None and row >= self.skips_in_a_row:
             texts["skips"] = (
                 f"at step {step}, {row} steps in a row have been skipped: nothing is being "
-                "trained. print(watch.report()) says by which parameters"
+                "trained. print(watch.report()) says why"
             )
         if self.scale_below is not None and scale is not None and scale < self.scale_below:
             texts["scale"] = (
@@ -85,6 +85,6 @@ class Condition:
             texts["zero"] = (
                 f"at step {step}, without a scale {share:.0%} of the gradients of {name} would "
                 f"have underflowed in float16, more than {self.zero_share_above:.0%}: keep the "
-                "scale up, or that module in float32 with ampopt.run_in"
+                "scale from falling, or run that module in float32 with ampopt.run_in"
             )
         return texts

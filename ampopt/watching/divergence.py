@@ -113,8 +113,8 @@ def of_learning_rate(
     return [
         f"Up to step {recent[first]['step']}, the first with inf or NaN, {what} rose from "
         f"{lowest:.3g} to {values[-1]:.3g}, and {grown}: {rate} too high. "
-        "Lower it, or warm it up, and resume from a checkpoint of before that rise. A smaller loss "
-        "scale does not help."
+        "Lower it, or warm it up, and resume from a checkpoint older than that rise. A smaller "
+        "loss scale does not help."
     ]
 
 

@@ -125,7 +125,7 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
         if lowers is None:
             return [f"{found}."]
         return [
-            f"{found}: that is the loss, or the batch, or the first layer "
+            f"{found}: the cause is the loss, the batch, or the first layer "
             "to overflow on the way forward. Run such a step within "
             "ampopt.first_nonfinite(model), which names it."
         ]
@@ -161,7 +161,7 @@ def _of_runs(numbers: dict[str, Any]) -> list[str]:
     if not _has_collapsed(numbers):
         return [sentence]
     return [
-        f"{sentence} Nothing is being trained any more: resume from a checkpoint of before step "
+        f"{sentence} Nothing is being trained any more: resume from a checkpoint older than step "
         f"{first}, scale included."
     ]
 
@@ -210,7 +210,7 @@ def _of_zeros(numbers: dict[str, Any], *, is_scaled: bool) -> list[str]:
     names = ", ".join(f"`{name}`" for name in zeros[:NAMED])
     more = f" and {len(zeros) - NAMED} more" if len(zeros) > NAMED else ""
     nonzero = any(stats[name]["largest"] or stats[name]["overflows"] for name in stats)
-    others = "while others had not" if nonzero else "and so had all that have a gradient"
+    others = "while others did not" if nonzero else "like all others that have a gradient"
     remedy = (
         "raise the loss scale (init_scale=, or min_scale= if it has fallen)"
         if is_scaled

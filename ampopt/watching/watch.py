@@ -266,7 +266,7 @@ class Watch:
         *,
         raises: bool = False,
     ) -> None:
-        """Warn, without synchronizing, once a run does not train any more.
+        """Warn, without synchronizing, when a run no longer trains.
 
         On a CPU each step is checked; on an accelerator, every 8th, and the warning comes when the
         copy has arrived. A condition warns once, and again only after it has cleared.

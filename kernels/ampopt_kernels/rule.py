@@ -99,9 +99,9 @@ class Rule:
         state: the tensors kept for each parameter. A function of the rule gets those that exist
             under the flags and have one value for each element, in their order; ``reduce`` and
             ``update`` then get the means of ``averages``, or what ``factors`` made of them.
-        flags: names of entries of the param group, or of ``entries``. A flag is the truth of its
-            entry. Code under a flag that is false is not compiled, so a ``weight_decay`` of 0 can
-            cost nothing. A tensor counts as true; a string is an error.
+        flags: names of entries of the param group, or of ``entries``. A flag is true if its entry
+            is truthy. Code under a false flag is not compiled, so a ``weight_decay`` of 0 can cost
+            nothing. A tensor counts as true; a string is an error.
         scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional: runs
             once per parameter and step, in float64, on the device. ``s`` are the scalar states
             (step counts and the like), ``h`` the hyperparameters. The returned ``h`` is what

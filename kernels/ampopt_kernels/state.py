@@ -39,7 +39,8 @@ class State:
             for each column: shape ``[..., 1, n]``. :attr:`Rule.factors` computes such states.
         positive: whether no value is ever below 0, as in an average of squares. With the option
             ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
-            ``codecs.SIGNED``, or as ``codecs.BFLOAT16`` beside a state in full precision.
+            ``codecs.SIGNED``; or as ``codecs.BFLOAT16``, if the rule averages over rows or columns
+            or has another state in full precision, except copies of the parameter.
         codec: the codec for ``state_bits=8``, in place of these.
         full: whether the state is kept in full precision whatever ``state_bits`` is; or the flag
             under which it is. States with ``init="param"``, a ``shape`` or a ``dtype`` always are.

@@ -490,7 +490,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "shared": (
         lambda o, p: [*o, ampopt.SGD(p[1:2])],
         ValueError,
-        "optimizers 0 and 2 share group 0, parameter 0 of the latter",
+        "optimizers 0 and 2 share a parameter, group 0, parameter 0 of the latter",
     ),
     "torch's": (with_extra(torch.optim.SGD), TypeError, "must be ampopt's, got SGD: use the class"),
     "no optimizer": (lambda o, p: [*o, 3], TypeError, "must be ampopt's, got int"),

@@ -642,8 +642,8 @@ def _refused(state_dict: dict[str, Any], error: Any, message: str) -> None:
     [
         (ampopt.Adamax, "'exp_inf' of parameter 0, which another optimizer has; AdamW has"),
         (torch.optim.NAdam, "has no 'amsgrad', which AdamW reads"),
-        (ampopt.LAMB, "has no 'amsgrad', which AdamW reads, but .*'bias_correction'"),
-        (torch.optim.SGD, "has no 'amsgrad', which AdamW reads, but .*'momentum'"),
+        (ampopt.LAMB, "has no 'amsgrad', which AdamW reads. It has .*'bias_correction'"),
+        (torch.optim.SGD, "has no 'amsgrad', which AdamW reads. It has .*'momentum'"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused_when_it_is_loaded(cls, message):
@@ -696,7 +696,7 @@ def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded(suffix)
     for name in ("exp_avg", "exp_avg_sq"):
         saved["state"][0][name + suffix] = saved["state"][0].pop(name).to(torch.int8)
     del saved["state"][0]["step"]
-    _refused(saved, ValueError, "has no 'step', the count of steps, of parameter 0")
+    _refused(saved, ValueError, "has no 'step', the count of steps, for parameter 0")
 
 
 def test_flags_that_older_versions_of_torch_did_not_save_are_added():

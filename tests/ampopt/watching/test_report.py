@@ -26,7 +26,7 @@ def reported(norms: list[float], **options: Any) -> str:
 def test_a_report_says_since_when_steps_overflow_in_a_row():
     now = reported([1.0] * 4 + [INF, 1.0] + [INF] * 12)
     assert "All steps from step 7 on have overflowed, 12 in a row." in now
-    assert "resume from a checkpoint of before step 7" in now
+    assert "resume from a checkpoint older than step 7" in now
     assert "A few overflows are normal" not in now and "first_nonfinite" in now
     over = reported([1.0] * 2 + [INF] * 3 + [1.0, INF])
     assert "The longest run of overflows is of 3 steps, from 3 to 5." not in over  # one is now
@@ -94,7 +94,7 @@ def trained(scale: Any, *, steps: int = 3) -> str:
 def test_parameters_whose_gradients_underflow_are_named(scale, remedy):
     torch.manual_seed(0)
     report = trained(scale)
-    assert "`deep.weight`, `deep.bias` had only gradients of 0, while others had not" in report
+    assert "`deep.weight`, `deep.bias` had only gradients of 0, while others did not" in report
     assert remedy in report
     assert "unused" not in report and "leave it as it is" not in report
     assert "only gradients of 0" not in trained(2.0**13)
@@ -102,7 +102,7 @@ def test_parameters_whose_gradients_underflow_are_named(scale, remedy):
 
 def test_gradients_that_are_all_zero_are_no_reason_to_leave_the_scale():
     report = reported([0.0] * 3)
-    assert "`weight` had only gradients of 0, and so had all" in report
+    assert "`weight` had only gradients of 0, like all others" in report
     assert "raise the loss scale" in report and "leave it as it is" not in report
     for values in ([0.0, 1.0], [0.0, INF]):
         assert "only gradients of 0" not in reported(values)
