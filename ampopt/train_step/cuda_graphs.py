@@ -12,7 +12,7 @@ A graph reads and writes fixed addresses, so everything that steps pass on is ke
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -151,6 +151,7 @@ class CapturedSteps:
 
         Raises:
             RuntimeError: the step cannot be captured.
+            TypeError: see :func:`_kind`.
         """
         leaves, structure = pytree.tree_flatten(batch)
         modes = [module.training for module in self._modules]
@@ -433,8 +434,19 @@ def _copy_of(scale: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """The key that a replay compares: shape and dtype of a tensor, or any other object itself."""
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    """The key that a replay compares: shape and dtype of a tensor, or any other object itself.
+
+    Raises:
+        TypeError: the object is one whose contents may change, such as an array of NumPy.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    if not isinstance(leaf, Hashable):
+        raise TypeError(
+            f"cuda_graph=True: a batch contains a {type(leaf).__name__}, whose present values each "
+            "replay would use again: make a tensor of it"
+        )
+    return leaf
 
 
 @contextmanager

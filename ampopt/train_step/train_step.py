@@ -204,7 +204,8 @@ class TrainStep:
             NonFiniteGradientError: the gradients still overflowed in the last replay or batch; see
                 :meth:`ampopt.Optimizer.unscale_and_step`.
             RuntimeError: the step cannot be captured; an earlier step has used the scale.
-            TypeError: ``loss_fn`` did not return a tensor of one element; an iterator is expected.
+            TypeError: ``loss_fn`` did not return a tensor of one element; an iterator is expected;
+                the batch of a captured step contains an array of NumPy, or the like.
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
         if self._batches_per_step is None and self._on_overflow != "next_batch":

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support.fake_cuda_graphs import FakeGraphs
@@ -407,6 +408,13 @@ def test_a_buffer_that_was_replaced_is_captured_again(graphs):
         training.seen.append(list(model.buffers()))
 
     both(train)
+
+
+@stand_in_only
+def test_a_batch_with_an_array_of_numpy_is_refused(graphs):
+    training = Training(True)
+    with pytest.raises(TypeError, match="a batch contains a ndarray"):
+        training.step(*batch(), np.ones(2))
 
 
 @stand_in_only
