@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from ampopt._step.sharding import dtensor
-from ampopt.loss_scale.arguments import check_bool
+from ampopt.loss_scale.arguments import check_bool, check_number
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest
@@ -90,7 +90,7 @@ class SkipAwareAverage(AveragedModel):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         optimizers = _checked_optimizers(optimizer)
-        _check_decay(decay)
+        decay = _check_decay(decay)
         _check_functions(decay, avg_fn, multi_avg_fn)
         check_bool("use_buffers", use_buffers)
         if any(_fully_sharded(model)):
@@ -276,16 +276,16 @@ def _checked_optimizers(argument: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _check_decay(decay: Any) -> None:
-    """Raise unless ``decay`` is ``None`` or from 0 to 1."""
+def _check_decay(decay: Any) -> float | None:
+    """``decay`` as a float from 0 to 1, or ``None``."""
     if decay is None:
-        return
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-        raise TypeError(f"decay must be a number or None, got {type(decay).__name__}")
-    if not 0 <= decay <= 1:
+        return None
+    number = check_number("decay", decay)
+    if not 0 <= number <= 1:
         raise ValueError(
             f"decay must be from 0 to 1, or None for the plain mean, got {decay!r}; 0.999 is usual"
         )
+    return number
 
 
 def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:

@@ -12,6 +12,7 @@ from ampopt._step.small_states import (
     restore_names,
     scale_key,
 )
+from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import MASTER_BITS, STATE_BITS
 from ampopt_kernels.rule import MASTER
 
@@ -41,17 +42,18 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"full_state_dict takes an optimizer, got {type(optimizer).__name__}")
     state_dict = optimizer.state_dict()
-    rule = getattr(getattr(optimizer, "optim", optimizer), "rule", None)  # ZeRO steps by `optim`
-    if rule is None:
+    ours = getattr(optimizer, "optim", optimizer)  # ZeRO steps by `optim`
+    if not isinstance(ours, ElementwiseOptimizer):
         return state_dict
+    parts = (*ours.rule.state, *ours._ampopt.runner.second_states)
     states, params = {}, _params_by_key(optimizer, state_dict)
     for key, state in state_dict["state"].items():
         states[key] = state
         if not isinstance(state, dict):  # users may keep other values under their own keys
             continue
         states[key] = full = dict(state)
-        restore_names(full, rule.state)
-        for part in rule.state:
+        restore_names(full, parts)
+        for part in parts:
             value = full.get(part.name)
             if isinstance(value, torch.Tensor) and has_codes(full, part):
                 full[part.name] = full_precision(full, part)

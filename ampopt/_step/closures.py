@@ -19,6 +19,7 @@ from ampopt._step.observers import as_loss
 from ampopt._step.rank_agreement import Agreement
 from ampopt.loss_scale.arguments import (
     check_bool,
+    check_count,
     check_scale_number,
     next_scale_of,
     request_for,
@@ -177,8 +178,7 @@ def _step_with_replays(
         preserve_rng: whether replays start from the random state of the first evaluation.
     """
     _check_closure(closure)
-    if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
-        raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
+    max_replays = check_count("max_replays", max_replays, least=0)
     check_bool("preserve_rng", preserve_rng)
     ours, groups = optimizer._ampopt, optimizer.param_groups
     if agreement is not None:

@@ -1,5 +1,6 @@
 """What users attach to the steps of an optimizer: a ``Watch``, and ``skip_when`` conditions."""
 
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,7 +94,7 @@ def as_loss(loss: Any, refusal: str = "loss must be a number or a tensor of one 
     Raises:
         TypeError: ``loss`` is neither.
     """
-    if isinstance(loss, (int, float)):
+    if isinstance(loss, numbers.Real):
         return torch.tensor(float(loss), device="cpu")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         is_tensor = isinstance(loss, Tensor)

@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ampopt.loss_scale.arguments import check_scale_tensor
 from ampopt.loss_scale.base import LossScale
 from ampopt_kernels.devices import to_device
 
@@ -32,18 +33,15 @@ def next_scale(a: Any, *more: Any) -> Any:
 
     Raises:
         TypeError: the scales are of different kinds, or an argument is not a scale.
-        ValueError: the settings differ, or a tensor is not one floating-point element.
+        ValueError: the settings differ; or a tensor is not one floating-point element, or is a
+            ``found_inf``.
     """
     scales = (a, *more)
     if all(scale is None for scale in scales):
         return None
     if all(isinstance(scale, Tensor) for scale in scales):
         for scale in scales:
-            if scale.numel() != 1 or not scale.is_floating_point():
-                raise ValueError(
-                    "a scale tensor has one floating-point element, got shape "
-                    f"{tuple(scale.shape)} of {scale.dtype}"
-                )
+            check_scale_tensor("next_scale", scale)
         # A CPU tensor is copied to a device without waiting; the other way, the host would wait.
         smallest, *others = sorted(scales, key=lambda scale: scale.is_cpu)
         for other in others:

@@ -58,10 +58,12 @@ class Condition:
             Alarm: a limit is passed, and :attr:`raises` is true.
         """
         now = self._now(reading)
-        new = [text for kind, text in now.items() if kind not in self._passed_limits]
-        self._passed_limits = set(now)
-        for text in new:
-            if self.raises:
+        self._passed_limits &= now.keys()
+        for kind, text in now.items():
+            if kind in self._passed_limits:
+                continue
+            self._passed_limits.add(kind)
+            if self.raises:  # the next reading raises the others
                 raise Alarm(text)
             warnings.warn(Alarm(text), stacklevel=2)
 

@@ -5,6 +5,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import example, given
@@ -276,6 +277,12 @@ def test_arguments_that_have_no_effect_are_refused(options, error, text):
         ampopt.averaged(model, ampopt.SGD(model.parameters(), lr=0.5), **options)
 
 
+def test_a_decay_of_numpy_is_a_number():
+    average = made(numpy.float32(0.5))[2]
+    assert average.decay == 0.5
+    assert type(average.decay) is float
+
+
 def averaged_by_parts() -> Any:
     """Averages of a sharded model and of a whole one, and the errors of calls that are refused."""
     from torch.distributed.fsdp import fully_shard
@@ -459,9 +466,9 @@ def test_under_a_train_step():
         (lambda m, o: (m, torch.amp.GradScaler("cpu")), TypeError, "GradScaler"),
         (lambda m, o: (m, []), ValueError, "got none"),
         (lambda m, o: (m, o, 1.5), ValueError, "from 0 to 1"),
-        (lambda m, o: (m, o, float("nan")), ValueError, "from 0 to 1"),
-        (lambda m, o: (m, o, "0.9"), TypeError, "got str"),
-        (lambda m, o: (m, o, True), TypeError, "got bool"),
+        (lambda m, o: (m, o, float("nan")), ValueError, "decay must be a number, got nan"),
+        (lambda m, o: (m, o, "0.9"), TypeError, "decay must be a number, got '0.9'"),
+        (lambda m, o: (m, o, True), TypeError, "decay must be a number, got True"),
     ],
 )
 def test_models_that_cannot_be_averaged_are_refused(arguments, error, match):

@@ -6,6 +6,7 @@ import re
 import statistics
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -115,7 +116,7 @@ def test_the_loss_of_an_accumulation_cycle_is_the_one_passed_to_the_step():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)
     skipped = []
-    for loss in (1.0, 3.0):
+    for loss in (1.0, numpy.float32(3.0)):
         give(param, 1.0, 8.0)
         optimizer.accumulate(grads_scaled_by=8.0)
         before = everything(optimizer)

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -231,7 +232,7 @@ def test_float16_parameters_are_replayed_in_float32(cls):
 @on_eager
 @both_forms
 @every_optimizer
-@pytest.mark.parametrize("max_replays", [0, 1, 3])
+@pytest.mark.parametrize("max_replays", [0, 1, numpy.int64(3)])
 def test_replays_are_bounded(form, cls, max_replays):
     training = Training(cls, limit=0.0)
     error = fails(training, form, 2.0**16, max_replays=max_replays)
@@ -608,8 +609,8 @@ def test_max_replays_is_a_whole_number(form, bad):
     training = Training(ampopt.SGD)
     refused(
         lambda: training.step(form, 2.0, max_replays=bad),
-        ValueError,
-        f"max_replays must be a whole number, 0 or more, got {bad!r}",
+        ValueError if bad == -1 else TypeError,
+        f"max_replays must be .*, got {bad!r}",
         training.optimizer,
         ran=False,
     )

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.loss_scales import counters, flags, scales, state
 
+import ampopt
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
@@ -90,3 +91,9 @@ class TestNextScale:
     def test_tensors_must_be_scales(self, bad):
         with pytest.raises(ValueError, match="one floating-point element"):
             next_scale(torch.tensor(1.0), bad)
+
+    def test_a_flag_is_no_scale(self):
+        optimizer = ampopt.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        found_inf, scale = optimizer.unscale(grads_scaled_by=2.0)
+        with pytest.raises(ValueError, match="next_scale: this is the found_inf"):
+            next_scale(scale, found_inf)

@@ -670,6 +670,9 @@ def test_entries_whose_names_another_optimizer_uses_are_loaded(bits_):
         each.run_rule(rules.sophia_hessian)
     assert bits(dict(loaded.state[param])) == bits(dict(optimizer.state[param]))
     assert {"hessian", "prev"} <= loaded.state[param].keys()
+    full = ampopt.full_state_dict(optimizer)["state"][0]
+    assert full["hessian"].dtype == torch.float32
+    assert not {"hessian_codes", "hessian_scale"} & full.keys()
 
 
 @pytest.mark.parametrize(

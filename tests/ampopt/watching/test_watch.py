@@ -543,6 +543,16 @@ def test_an_alarm_is_raised_some_steps_later_without_waiting(condition, value, s
     assert watch.read()["steps"] <= 8
 
 
+def test_an_alarm_raises_each_of_its_conditions():
+    optimizer, params = made()
+    watch = ampopt.Watch(optimizer)
+    watch.alarm(skips_in_a_row=1, scale_below=4.0, raises=True)
+    for said in ("in a row", "loss scale is 2"):
+        with pytest.raises(ampopt.watching.Alarm, match=said):
+            skipping(optimizer, params, 16)
+    skipping(optimizer, params, 16)  # both were told
+
+
 class Writer:
     def __init__(self) -> None:
         self.written: Any = {}
