@@ -1,5 +1,6 @@
 """Invariant: states in few bits are near those that they stand for."""
 
+import functools
 import unittest
 from typing import Any
 
@@ -13,7 +14,7 @@ from ampopt.testing.claims import Claims, invariant, storing
 from ampopt.testing.scaling import finite
 from ampopt.testing.training import Trained, start, step_by
 from ampopt_kernels import State
-from ampopt_kernels.codecs import Codec
+from ampopt_kernels.codecs import Codec, decoded, encoded
 
 __all__ = ["SmallStates"]
 
@@ -21,6 +22,9 @@ _NEAR = 1 / 8
 _LEAST = 2.0**-20
 """Parts of the largest magnitude of a block: how far a number may be moved, and down to which one a
 state that is declared positive is not 0."""
+_BIAS = 2.0**-9
+"""How far the mean of stored numbers may be from that of the numbers themselves, as a part of it:
+more than rounding 8 bits to nearest moves the mean of many, less than cutting them off does."""
 
 
 class SmallStates(Claims):
@@ -36,7 +40,8 @@ class SmallStates(Claims):
 
         A state that is declared ``positive``, which steps divide by, is not 0 where the other is
         not. If negative numbers are stored as 0, the momentum of half of the elements is lost; if
-        small second moments are, the next step is thousands of times too long.
+        small second moments are, the next step is thousands of times too long. And numbers are
+        kept without a bias, which would grow with every step.
         """
         exact, small = start(make, history), storing(make, state_bits=bits)
         if not isinstance(exact.optimizer, ampopt.ElementwiseOptimizer):
@@ -47,6 +52,7 @@ class SmallStates(Claims):
             training.optimizer.load_state_dict(exact.optimizer.state_dict())
             states = ampopt.full_state_dict(training.optimizer)["state"]
             for i, (part, codec) in _small_states_of(training):
+                _check_bias(part, codec)
                 full = exact.optimizer.state.get(exact.params[i], {}).get(part.name)
                 if full is not None:
                     _check_near(states[i][part.name], full, part, codec, f"parameter {i}")
@@ -61,6 +67,22 @@ def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
             codecs = DeclaredStates.of(rule, group, param).by_codec
             states += [(i, (part, codec)) for part, codec in codecs.items() if codec is not None]
     return states
+
+
+@functools.cache
+def _check_bias(part: State, codec: Codec) -> None:
+    """Compare the mean of what the codec stores, over many numbers and draws, with their mean."""
+    draws = ((torch.arange(64) + 0.5) / 64).repeat_interleave(4096)
+    numbers = torch.linspace(2.0**-8, 1.0, 4096).repeat(64)
+    for x in (numbers,) if part.positive else (numbers, -numbers):
+        codes, scales = encoded(x, codec, draws)
+        ratio = (decoded(codes, codec, scales).mean() / x.mean()).item()
+        if abs(ratio - 1) > _BIAS:
+            raise AssertionError(
+                f"state {part.name!r} is kept {ratio:.4g} times as large as it is, on average over "
+                f"numbers from {x[0].item():g} to {x[-1].item():g} and over u: decode must undo "
+                "encode, and encode round by tl.floor(y + u)"
+            )
 
 
 def _check_near(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt.testing import strategies
-from ampopt_kernels import Rule, State, jit
+from ampopt_kernels import Rule, State, jit, tl
 from support.authored_optimizers import EVEN, Coded, Decayed, OwnHooks, Selecting
 from support.optimizers import Plain
 
@@ -503,6 +503,17 @@ class Squares(ampopt.ElementwiseOptimizer):
 )
 class EvenSquares(Coded):
     rule = replace(Coded.rule, state=(State("mean"), State("square", positive=True, codec=EVEN)))
+
+
+@jit
+def _cut_off(x, u):
+    return tl.floor(x * 127.0)
+
+
+@planted("cuts its codes off, where it should round them", "small_states_are_near_full_ones")
+class CutsOff(Coded):
+    codec = replace(EVEN, encode=_cut_off)
+    rule = replace(Coded.rule, state=(State("mean", codec=codec), State("square", positive=True)))
 
 
 @planted("declares a mean as positive", "small_states_are_near_full_ones")
