@@ -161,8 +161,8 @@ class Optimizer(torch.optim.Optimizer):
             anywhere else                          undefined; use what the control point returned
 
         Step post-hooks run after every step: skipped, plain, or of a scaler. In such a hook,
-        :attr:`grad_norm` is the norm of the step that has just run. Reading the flag does not
-        synchronize.
+        :attr:`grad_norm` is the norm of the step that has just run, if that step had ``max_norm``.
+        Reading the flag does not synchronize.
 
         Example:
             >>> skipped = torch.zeros(())
