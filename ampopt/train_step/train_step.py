@@ -296,8 +296,13 @@ class TrainStep:
                 closure, grads_scaled_by=scale, max_norm=self._max_norm, **replays
             )
         if closure is None:
-            self._unscale(scale)
-            return optimizer.step_after_unscale()
+            unscaled = self._unscale(scale)
+            try:
+                return optimizer.step_after_unscale()
+            except BaseException:
+                if optimizer._ampopt.phase.pending is None:  # the step is over: a hook has raised
+                    self._scale = unscaled.scale
+                raise
 
         def evaluate(closure_scale: Any) -> tuple[Any, ...]:
             return closure(closure_scale), *self._unscale(closure_scale)

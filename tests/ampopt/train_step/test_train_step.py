@@ -333,6 +333,24 @@ def test_on_gradients_sees_them_unscaled_before_each_step(cls, on_overflow):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("hook", [None, lambda optimizer: None])
+def test_steps_go_on_after_a_post_hook_has_raised(hook):
+    model = torch.nn.Linear(2, 1)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    scale = ampopt.DynamicLossScale(init_scale=8.0)
+    step = ampopt.TrainStep(model, MSE, optimizer, scale, autocast=None, on_gradients=hook)
+    batch = torch.ones(4, 2), torch.ones(4, 1)
+
+    def raise_(*_: Any) -> None:
+        raise KeyError("in a hook")
+
+    handle = optimizer.register_step_post_hook(raise_)
+    with pytest.raises(KeyError, match="in a hook"):
+        step(*batch)
+    handle.remove()
+    assert step(*batch).scale.item() == 8.0
+
+
 def test_a_subclass_accumulates_in_float32():
     """The example of the docstring, in half precision, gives the step of one float32 batch."""
 
