@@ -169,9 +169,8 @@ class ElementwiseOptimizer(Optimizer):
             if request is None and (pending := ours.phase.pending) is not None:
                 request = pending.request
         finally:
-            ours.step_request = (
-                None  # the request is for this step alone, even if the closure raised
-            )
+            # The request is for this step alone, even if the closure raised.
+            ours.step_request = None
         if request is None:
             ours.untold_scale.warn()
             request = Request(check=False)

@@ -34,13 +34,13 @@ class Record:
         groups: its ``param_groups``. A wrapper has the same list object as its optimizer.
         scale: the scale by which its gradients are multiplied, on its device.
         process_group: the ranks that all-reduce the overflow flag of its steps.
-        stage: torch's ``OptState``: ready, unscaled or stepped.
+        stage: torch's ``OptState``: ready, unscaled or stepped. Unless it is ready, the gradients
+            are unscaled.
         found_inf: a tensor, more than 0 after an overflow; ``None`` until gradients were checked.
         next_scale: the next scale, computed from ``scale``; ``scale`` itself without gradients.
         owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
         holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
         pending: the holder's pending unscale, to detect that it was discarded since.
-        wrote: whether the gradients were unscaled in place.
     """
 
     optimizer: Any
@@ -53,7 +53,6 @@ class Record:
     owned: bool = False
     holder: Any = None
     pending: Any = None
-    wrote: bool = False
 
     def of(self, optimizer: Any) -> bool:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
@@ -85,7 +84,7 @@ def unscale(record: Record, optimizer: Any) -> None:
                 "model under torch.autocast, or use an ampopt optimizer with master_weights=True"
             )
     check_gradients(record, optimizer, write=True)
-    record.wrote, record.stage = True, OptState.UNSCALED
+    record.stage = OptState.UNSCALED
 
 
 def check_gradients(
@@ -152,7 +151,6 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
     if not record.scale.drop_overflow_update:
         found_inf = torch.zeros_like(found_inf)
     optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-    record.wrote = True
     try:
         return optimizer.step(*args, **kwargs)
     finally:

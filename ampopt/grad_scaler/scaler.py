@@ -192,7 +192,7 @@ class GradScaler(scheduled.ScheduledScaler):
             record.owned = True
             record.holder = getattr(optimizer.unscale, "__self__", optimizer)
             record.pending = _pending(record.holder)
-            record.wrote, record.stage = True, OptState.UNSCALED
+            record.stage = OptState.UNSCALED
         else:
             others.unscale(record, optimizer)
 
@@ -275,7 +275,6 @@ class GradScaler(scheduled.ScheduledScaler):
                         record.stage, record.owned = OptState.UNSCALED, True
                     raise
             record.set_result(result.found_inf, result.scale)
-            record.wrote = True
             return_value = result.loss
         elif others.wants_scaler(optimizer):
             others.warn_of_scaler()
@@ -461,9 +460,8 @@ class GradScaler(scheduled.ScheduledScaler):
                 dropped = pending is not None and pending is not _pending(record.holder)
                 if record.stage is not OptState.UNSCALED or not dropped:
                     return record
-                self._records.remove(
-                    record
-                )  # zero_grad() or a plain step() has discarded its unscale
+                # zero_grad() or a plain step() has discarded its unscale.
+                self._records.remove(record)
                 break
         scale, device = self._loss_scale, device_of(optimizer.param_groups)
         if device is not None and scale.device not in (None, device):
@@ -480,12 +478,16 @@ class GradScaler(scheduled.ScheduledScaler):
 
     def _refuse_shared(self, record: Record, optimizer: Any) -> None:
         """Refuse gradients that were already unscaled for another optimizer."""
-        others = [other for other in self._records if other is not record and other.wrote]
-        if not others:
+        unscaled_params = {
+            id(param)
+            for other in self._records
+            if other is not record and other.stage is not OptState.READY
+            for param in gradients.params_of(other.groups)
+        }
+        if not unscaled_params:
             return
-        other_ids = {id(p) for other in others for group in other.groups for p in group["params"]}
         for _, param in gradients.present(record.groups):
-            if id(param) in other_ids:
+            if id(param) in unscaled_params:
                 self._records.remove(record)
                 raise RuntimeError(
                     f"{gradients.name_of(record.groups, param)} of this {type(optimizer).__name__} "

@@ -202,12 +202,14 @@ def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
             found = grad_scaler._check_inf_per_device(self)
             return [float(flag) for flag in found.values()]
 
-    optimizer, _ = made(Old)
+    optimizer, params = made(Old)
     scaler = scaler_at(4.0, GradScaler)
     give(optimizer, INF)
     with pytest.warns(FutureWarning, match="stop passing itself"):
         assert scaler.step(optimizer) == [1.0]
     assert scaler.skipped
+    with pytest.raises(RuntimeError, match="belongs to another"):  # it has unscaled by itself
+        scaler.step(torch.optim.SGD(params[:1]))
     scaler.update()
     assert scaler.get_scale() == 2.0
 
