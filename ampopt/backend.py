@@ -22,7 +22,6 @@ __all__ = [
     "chosen_by",
     "get_backend",
     "host_looking_away",
-    "host_may_look",
     "lacking",
     "set_backend",
 ]
@@ -151,11 +150,6 @@ def _compiler_or_cache_lacking() -> str | None:
             f"{cache.folder}) or 'eager'"
         )
     return None
-
-
-def host_may_look(device: torch.device) -> bool:
-    """Whether reading a tensor on ``device`` costs nothing, so that the host need not avoid it."""
-    return backend_for(device).host_sees
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.step_data import Decision, Request
@@ -189,11 +189,7 @@ def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
         raise ValueError("optimizers must be a list of one or more optimizers, got none")
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizers must be ampopt's, got {name}: use the class of that name in ampopt, "
-                "or patch_optimizer(optimizer)"
-            )
+        check_optimizer(optimizer)
         if type(optimizer).unscale_and_step is not Optimizer.unscale_and_step:
             raise TypeError(
                 f"{name} defines its own unscale_and_step, which cannot take the overflow flag of "

@@ -23,7 +23,6 @@ __all__ = [
     "params_with_grads",
     "present",
     "values_of",
-    "with_groups",
 ]
 
 _DTYPES = frozenset(
@@ -52,18 +51,6 @@ def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     return [
         (index, param)
         for index, group in enumerate(param_groups)
-        for param in group["params"]
-        if param.grad is not None
-    ]
-
-
-def with_groups(
-    param_groups: Iterable[dict[str, Any]],
-) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
-    """``(group, parameter, gradient)`` for every parameter that has a gradient."""
-    return [
-        (group, param, param.grad)
-        for group in param_groups
         for param in group["params"]
         if param.grad is not None
     ]

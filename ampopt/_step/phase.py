@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt.loss_scale.base import AnyScale
@@ -105,21 +104,6 @@ class Phase:
     def pending(self, pending: Pending | None) -> None:
         """Set or forget the result; gradients stay as they are."""
         self._pending = pending
-
-    def start(
-        self,
-        groups: list[dict[str, Any]],
-        found_inf: Tensor,
-        scale: AnyScale | None,
-        next_scale: Any,
-        decision: Decision | None,
-    ) -> Pending:
-        """The gradients of ``groups`` have been unscaled; for the other arguments see Pending."""
-        grads = tuple(
-            (param, weakref.ref(grad)) for _, param, grad in gradients.with_groups(groups)
-        )
-        self._pending = Pending(found_inf, scale, next_scale, decision, grads)
-        return self._pending
 
     # --- the way back to idle ---------------------------------------------------------------------
 

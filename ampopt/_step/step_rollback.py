@@ -24,7 +24,7 @@ from ampopt._step.torch_private import (
     storage_key,
     written_by,
 )
-from ampopt.backend import host_may_look
+from ampopt.backend import backend_for
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.step_data import Decision
 
@@ -288,7 +288,7 @@ def skip_policy_of(
     on_accelerator = SkipPolicy(
         "transaction" if transacts else "probation", bypasses_dispatcher=bypasses_dispatcher
     )
-    if not host_may_look(device):
+    if not backend_for(device).host_sees:
         return on_accelerator
     policy = SkipPolicy("host", mode_is_fixed=True)
     policy.on_accelerator = on_accelerator

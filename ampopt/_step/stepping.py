@@ -6,6 +6,7 @@ There are two ways: :mod:`by_rule` runs an update rule, :mod:`handwritten_step` 
 
 import inspect
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,8 +262,15 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def _start_pending(self, scale: AnyScale | None, decision: Decision | None) -> Pending:
         """Have the gradients wait for a step, as ``decision`` about them says."""
-        next_scale, groups = next_scale_of(scale, decision), self.optimizer.param_groups
-        return self.phase.start(groups, self.flag(decision), scale, next_scale, decision)
+        present = gradients.present(self.optimizer.param_groups)
+        self.phase.pending = pending = Pending(
+            self.flag(decision),
+            scale,
+            next_scale_of(scale, decision),
+            decision,
+            tuple((param, weakref.ref(param.grad)) for _, param in present),
+        )
+        return pending
 
     def unscale(self, request: Request) -> Decision | None:
         """Unscale, check and clip the gradients, in place or on the master weights.

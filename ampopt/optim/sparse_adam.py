@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step import gradients
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.handwritten_step import HandwrittenStep
@@ -77,7 +76,12 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
             RuntimeError: a gradient is dense. Nothing has changed then.
         """
         loss = call_closure(closure)
-        present = gradients.with_groups(self.param_groups)
+        present = [
+            (group, param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         if not all(grad.is_sparse for _, _, grad in present):
             raise RuntimeError(
                 "SparseAdam does not support dense gradients, please consider Adam instead"

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ampopt._step import gradients
 from ampopt._step.ranks import has_others
 from ampopt._step.sharding.dtensor import local
-from ampopt.backend import host_may_look
+from ampopt.backend import backend_for
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.watching import report
@@ -470,7 +470,8 @@ class Watch:
                 self._to_log.append((write, self.read_later()))
         self._write_logs(wait=False)
         if self._alarms:
-            if not self._looks and (host_may_look(self._device) or self._steps % _EVERY == 0):
+            is_checked = backend_for(self._device).host_sees or self._steps % _EVERY == 0
+            if is_checked and not self._looks:
                 self._looks.append(self.read_later())
             if self._looks and self._looks[0].done():
                 reading = self._looks.popleft()

@@ -492,8 +492,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         ValueError,
         "optimizers 0 and 2 share a parameter, group 0, parameter 0 of the latter",
     ),
-    "torch's": (with_extra(torch.optim.SGD), TypeError, "must be ampopt's, got SGD: use the class"),
-    "no optimizer": (lambda o, p: [*o, 3], TypeError, "must be ampopt's, got int"),
+    "torch's": (
+        with_extra(torch.optim.SGD),
+        TypeError,
+        "got torch.optim.sgd.SGD: import it from ampopt",
+    ),
+    "no optimizer": (
+        lambda o, p: [*o, 3],
+        TypeError,
+        "must be an ampopt.Optimizer, got builtins.int",
+    ),
     "closure": (with_extra(ampopt.LBFGS), TypeError, "LBFGS needs a closure"),
     "own": (with_extra(OwnControlPoint), TypeError, "OwnControlPoint defines its own unscale_and"),
     "pending": (pending, RuntimeError, r"Call step_after_unscale\(\) first.*, or zero_grad\(\)"),

@@ -36,6 +36,7 @@ import ampopt
 from ampopt._step.step_rollback import SkipPolicy
 from ampopt.testing.bits import bits
 from ampopt.testing.no_sync import assert_no_sync
+from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
@@ -102,7 +103,8 @@ def test_an_unknown_way_to_skip_is_refused():
 
 
 def test_on_the_cpu_the_host_reads_the_flag(monkeypatch):
-    monkeypatch.setattr("ampopt._step.step_rollback.host_may_look", lambda _: True)
+    backend = Eager(host_sees=True)
+    monkeypatch.setattr("ampopt._step.step_rollback.backend_for", lambda _: backend)
     skip_policy = after_steps(Foreach)
     assert (skip_policy.mode, skip_policy.reason) == ("host", None)
 
