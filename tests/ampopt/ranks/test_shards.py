@@ -483,9 +483,9 @@ def stages(name: str) -> list[float]:
     rows = [Shard(0)]
     mesh = mesh_of(2, 2, names=("dp", "tp"))["tp"]
     stage = torch.distributed.get_rank() // 2
-    whole = [Parameter(numbers((4, 3), seed)) for seed in range(3)]
+    whole: list[Any] = [Parameter(numbers((4, 3), seed)) for seed in range(3)]
     own = whole[:1] if stage == 0 else whole[1:]
-    params = [Parameter(spread(p.detach(), mesh, rows)) for p in own]
+    params: list[Any] = [Parameter(spread(p.detach(), mesh, rows)) for p in own]
     group = torch.distributed.group.WORLD
     optimizers: Any = named(name)(params, process_group=group), named(name)(whole)
     for seed in (10, 20):
@@ -580,8 +580,8 @@ def test_clipping_of_sharded_masters_reaches_the_step(two_ranks, bits_of_master)
 
 def edited_shards() -> tuple[str, list[float]]:
     """The error after an edit of a gradient's shard; and a 24-bit master, its shard written to."""
-    param = Parameter(placed(torch.ones(128, 64).bfloat16(), *meshes("fsdp")[0]))
-    optimizer = ampopt.SGD([param], lr=0.25, master_weights=True, master_bits=24)
+    param: Any = Parameter(placed(torch.ones(128, 64).bfloat16(), *meshes("fsdp")[0]))
+    optimizer: Any = ampopt.SGD([param], lr=0.25, master_weights=True, master_bits=24)
     param.grad = torch.ones_like(param)
     optimizer.unscale(grads_scaled_by=4.0)
     error = ""
