@@ -582,12 +582,13 @@ def edited_shards() -> tuple[str, list[float]]:
     """The error after an edit of a gradient's shard; and a 24-bit master, its shard written to."""
     param: Any = Parameter(placed(torch.ones(128, 64).bfloat16(), *meshes("fsdp")[0]))
     optimizer: Any = ampopt.SGD([param], lr=0.25, master_weights=True, master_bits=24)
-    param.grad = torch.ones_like(param)
+    grad: Any = torch.ones_like(param)
+    param.grad = grad
     optimizer.unscale(grads_scaled_by=4.0)
     error = ""
     try:
         with torch.no_grad():
-            param.grad.to_local().zero_()
+            grad.to_local().zero_()
         optimizer.step_after_unscale()
     except RuntimeError as raised:
         error = str(raised)
