@@ -278,7 +278,8 @@ def test_arguments_that_have_no_effect_are_refused(options, error, text):
 
 
 def test_a_decay_of_numpy_is_a_number():
-    average = made(numpy.float32(0.5))[2]
+    decay: Any = numpy.float32(0.5)
+    average = made(decay)[2]
     assert average.decay == 0.5
     assert type(average.decay) is float
 
