@@ -69,7 +69,8 @@ class skip_when:
     Under ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=``
     and ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
 
-    Until a skip, training is bitwise as without it. A copy of the optimizer skips only overflows.
+    Until the first skip, training gives the same bits as without it. A copy of the optimizer skips
+    only overflows.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class skip_when:
 
         Raises:
             TypeError: ``state_dict`` is not a dict.
-            ValueError: ``state_dict`` is of other limits, or has something else than numbers.
+            ValueError: ``state_dict`` is of other limits, or has something other than numbers.
                 Nothing has changed then.
         """
         if not isinstance(state_dict, Mapping):

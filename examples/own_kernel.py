@@ -1,7 +1,7 @@
 """An optimizer with a Triton kernel of your own, which reads the overflow flag and skips.
 
-The optimizer here divides each row of the momentum by the root of its mean square. That needs a
-whole row at a time, so it cannot be written as a rule, which is about one element. If ``step()``
+The optimizer here divides each row of the momentum by the root of its mean square. A rule can do
+that, too (with ``averages``); here it stands for any kernel that you have written. If ``step()``
 consisted of torch operations, ampopt could skip it (see ``ampopt.Optimizer.skip_by``), but it
 cannot undo what your kernel has written. So the kernel itself has to skip, in one of two ways:
 

@@ -5,8 +5,8 @@ from real images. Each has its own optimizer. Both losses are multiplied by the 
 optimizer returns a next scale, and ``ampopt.next_scale`` takes the smaller one, so that the scale
 is lowered if either overflows. One of them may skip its step while the other does not.
 
-At the end, a classifier trained on real digits reads the drawings, and the script prints for how
-many it finds the digit that the generator was given.
+At the end, a classifier trained on real digits reads the drawings, and the script prints in how
+many of them it finds the requested digit.
 
     python examples/two_optimizers.py
 """

@@ -101,8 +101,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
         if not set(rule.hyper).isdisjoint(lacking) or (lacking and others_read & group.keys()):
             raise ValueError(
                 f"param group {index} of the state to be loaded has no {lacking[0]!r}, which "
-                f"{name} reads. It has {sorted(group.keys() - {'params'})}, as that of another "
-                f"optimizer has. {wrong}"
+                f"{name} reads. It has {sorted(group.keys() - {'params'})}, like a group of "
+                f"another optimizer. {wrong}"
             )
     groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
     parts = (*rule.state, *rule.scalar_state)
@@ -114,8 +114,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
         others = sorted(others_keep & state.keys())
         if others and (lacks or others_read & groups[key].keys()):
             raise ValueError(
-                f"the state to be loaded has {others[0]!r} of parameter {key}, which another "
-                f"optimizer has; {name} has {[part.name for part in rule.state]}. {wrong}"
+                f"the state to be loaded has {others[0]!r} for parameter {key}, a state of another "
+                f"optimizer; {name} has {[part.name for part in rule.state]}. {wrong}"
             )
         counts = any(part.name == "step" for part in rule.scalar_state)
         kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}

@@ -306,9 +306,10 @@ class Masters(RefersToOptimizer):
         warnings.warn(
             "optimizer.master_params() was read after backward() and before the gradients were "
             "unscaled: the masters had no gradients yet, so clip_grad_norm_() of them has clipped "
-            "nothing. Give max_norm= to unscale_and_step(), or call "
-            "optimizer.unscale(grads_scaled_by=scale) before it and step_after_unscale() after it "
-            "(with a scaler, scaler.unscale_(optimizer) before it)",
+            "nothing. Give max_norm= to unscale_and_step(); or call "
+            "optimizer.unscale(grads_scaled_by=scale) before clip_grad_norm_(), and "
+            "step_after_unscale() after it. With a scaler, call scaler.unscale_(optimizer) before "
+            "clip_grad_norm_()",
             UserWarning,
             stacklevel=2,
         )

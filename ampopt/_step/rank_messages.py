@@ -350,9 +350,10 @@ _SKIP_WHEN = (
 _OPTIONS_HERE = "<the options of this rank>"
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LEFT_OUT: (
-        "some ranks have left out a call: they called zero_grad() without a step, or another call "
-        "with a scale or max_norm, before it ({}), so their later calls were matched with earlier "
-        "calls of the other ranks. Make every call on all ranks of the process group",
+        "some ranks have left out a call: they called zero_grad() after a backward pass, without a "
+        "step and without a call with a scale or max_norm in between ({}), so their later calls "
+        "were matched with earlier calls of the other ranks. Make every call on all ranks of the "
+        "process group",
         "{:.0f} times".format,
     ),
     Column.PARAMS: (

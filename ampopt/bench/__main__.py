@@ -1,6 +1,6 @@
 """``python -m ampopt.bench``: ampopt against torch's for-loop, foreach and fused optimizers.
 
-Every contender steps under a loss scale, without clipping and with: torch's optimizers under
+Every contender steps under a loss scale, with and without clipping: torch's optimizers under
 ``torch.amp.GradScaler`` (``step`` and ``update``), ampopt's by ``unscale_and_step`` with a
 ``DynamicLossScale``. For optimizers that torch lacks, such as LAMB, for-loop and foreach are
 pytorch_optimizer's.
@@ -256,13 +256,13 @@ def _parser() -> argparse.ArgumentParser:
         "--small",
         action="store_true",
         help="only show the CPU time of AdamW's steps of 1 to 2,000 tensors of 64 elements, on one "
-        "thread: where nothing changes, where something changes at every step, and of a first step",
+        "thread: of a step like the last one, of steps with something changed, of a first step",
     )
     parser.add_argument(
         "--masters",
         action="store_true",
-        help="step float32 master weights of parameters and gradients in half precision, as where "
-        "an optimizer runs on the host; torch's optimizers, and DeepSpeed's if it is installed, "
+        help="step float32 master weights of parameters and gradients in half precision, as for "
+        "parameters on the host; torch's optimizers, and DeepSpeed's if it is installed, "
         "step float32 copies between casts; the column float32 is ampopt with float32 parameters",
     )
     parser.add_argument(

@@ -13,7 +13,7 @@ __all__ = ["StepRecord"]
 class StepRecord:
     """Counts the steps of an optimizer and how many were skipped, without synchronizing.
 
-    It counts attempts by a step post-hook, whether the optimizer's own methods or a scaler make
+    A step post-hook counts the attempts, whether the optimizer's own methods or a scaler make
     them. If a scaler skips on the host, as torch's does for most of torch's optimizers, the hook
     does not run, and the skipped step is not counted.
 

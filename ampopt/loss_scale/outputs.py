@@ -60,8 +60,9 @@ def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
     Raises:
         TypeError: ``outputs`` holds something other than floating-point tensors, or ``scale`` is
             not ``None``, a number, a tensor or a ``LossScale``.
-        ValueError: ``scale`` is a number that is not positive and in float32's normal range, a
-            tensor of another shape or dtype, a ``found_inf``, or on meta while an output is not.
+        ValueError: ``scale`` is a number that is not positive, or outside float32's normal range; a
+            tensor that is not one floating-point element; a ``found_inf``; or on meta while an
+            output is not.
     """
     if scale is None:
         return outputs

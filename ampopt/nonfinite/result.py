@@ -48,18 +48,18 @@ class NonFiniteOutput:
         dtype: the dtype of the tensor that is not finite.
         shape: the shape of that tensor.
         largest: the largest finite magnitude in that tensor; ``None`` if no element is finite.
-        given_finite: whether the module's inputs (backward, its incoming gradients) were finite, so
-            that the module itself is the cause.
-        operation: backward, the node of the autograd graph that made the gradient, such as
-            ``"AddmmBackward0"``; ``None`` in the forward pass, and for a gradient that was made
-            outside of modules.
-        parameter: forward, the name of a parameter of the module that is not finite, or of a buffer
-            that has NaN; ``None`` if there is none. Backward, the name of the parameter whose
-            gradient was made outside of modules; else ``None``.
+        given_finite: whether the module's inputs (for a gradient, its incoming gradients) were
+            finite. If they were, the module itself is the cause.
+        operation: for a gradient, the node of the autograd graph that made it, such as
+            ``"AddmmBackward0"``; ``None`` for an output, and for a gradient that was made outside
+            of modules.
+        parameter: for an output, the name of a parameter of the module that is not finite, or of a
+            buffer that has NaN; ``None`` if there is none. For a gradient that was made outside of
+            modules, the name of its parameter; else ``None``.
         given_to: the name of the submodule that the tensor was passed to, if the ``forward`` of the
             module computed it between calls of submodules; else ``None``.
-        last_finite: forward, the last finite output of a module before this tensor; ``None`` if
-            there was none.
+        last_finite: for an output, the last finite output of a module before it; ``None`` if there
+            was none.
     """
 
     name: str

@@ -22,7 +22,7 @@ __all__ = ["first_nonfinite", "found_now", "is_looking", "look_again"]
 
 @contextmanager
 def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
-    """Find the first module with a non-finite output or, backward, a non-finite gradient.
+    """Find the first module whose output or, in the backward pass, gradient is not finite.
 
     Run the failing step again within this context: the forward pass, and if gradients overflow,
     the backward pass. Gradients of parameters and of inputs are checked. Of nested modules the

@@ -98,8 +98,8 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         for group in self.param_groups:
             if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
                 raise NotImplementedError(
-                    "initialize_states: with dampening, a first step differs from those with a "
-                    "momentum_buffer, so state_dict() has none before it"
+                    "initialize_states: with dampening, a parameter has no momentum_buffer in "
+                    "state_dict() before its first step, as in torch"
                 )
         super().initialize_states()
 

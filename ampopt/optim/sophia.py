@@ -45,7 +45,7 @@ class Sophia(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: ``bs`` is a hyperparameter, where it is an argument of ``step``;
+    Differs from the original: ``bs`` is a hyperparameter, not an argument of ``step``;
     updates of float16 and bfloat16 parameters are computed in float32 and rounded once.
     """
 

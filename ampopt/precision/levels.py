@@ -87,8 +87,8 @@ class Precision:
         wide = self.compute_dtype.itemsize > 2  # autocast takes dtypes of 2 bytes only
         if wide and (self.allow or self.deny or self.compute_dtype != self.param_dtype):
             raise ValueError(
-                "compute_dtype must be torch.float16 or torch.bfloat16, or param_dtype with "
-                f"neither allow nor deny, got {self.compute_dtype}"
+                "compute_dtype must be torch.float16 or torch.bfloat16, or, without allow and "
+                f"deny, equal to param_dtype, got {self.compute_dtype}"
             )
         for option in _OPTIONS:
             option.check(option.of(vars(self)))

@@ -332,7 +332,7 @@ class Watch:
         if saved_names != own_names:
             raise ValueError(
                 "the saved watch was over other parameters: "
-                f"{sorted(saved_names ^ own_names)} are in one of the two only"
+                f"{sorted(saved_names ^ own_names)} are in only one of the two"
             )
         steps = check_count("steps", state_dict["steps"], least=0)
         table = {name: _numbers(name, row, COLUMNS) for name, row in rows.items()}

@@ -117,12 +117,12 @@ class Rule:
         averages: ``averages(p, g, state, h, flags) -> terms``, optional: a tuple of blocks, one for
             each entry of ``averages_over``. The mean of each, over each row or each column, reaches
             ``reduce`` and ``update`` at the end of ``state``, broadcast over the parameter.
-            ``state`` are the states of one value for each element, and ``h`` is that of ``reduce``,
-            or of ``update`` in a rule without ``reduce``. Costs one more read of the tensors for
-            each term.
+            ``state`` has the states with one value for each element, and ``h`` is that of
+            ``reduce``, or of ``update`` in a rule without ``reduce``. Costs one more read of the
+            tensors for each term.
         averages_over: what each term of ``averages`` is averaged over: ``"rows"`` or ``"columns"``.
             If omitted, there is a term for each state that has a ``shape``.
-        averages_when: the flags under which means are computed, written as ``when`` of a state.
+        averages_when: the flags under which means are computed, in the form of ``State.when``.
             Exclude parameters of fewer than two dimensions, which have no rows. Without
             ``averages_over``, a mean exists if the state that it is for exists.
         factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not

@@ -38,9 +38,9 @@ class State:
             shape ``[..., m, 1]`` for a parameter of shape ``[..., m, n]``. ``"columns"`` for one
             for each column: shape ``[..., 1, n]``. :attr:`Rule.factors` computes such states.
         positive: whether no value is ever below 0, as in an average of squares. With the option
-            ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
-            ``codecs.SIGNED``; or as ``codecs.BFLOAT16``, if the rule averages over rows or columns
-            or has another state in full precision, except copies of the parameter.
+            ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``. Others are kept as
+            ``codecs.SIGNED``, or as ``codecs.BFLOAT16`` if the rule averages over rows or columns,
+            or has a state in full precision that is not a copy of the parameter.
         codec: the codec for ``state_bits=8``, in place of these.
         full: whether the state is kept in full precision whatever ``state_bits`` is; or the flag
             under which it is. States with ``init="param"``, a ``shape`` or a ``dtype`` always are.

@@ -291,7 +291,7 @@ class EpsilonFirst(OwnHooks):
         return super().step(closure)
 
 
-@planted("unscales twice if a step is two calls (GradScaler, of a wrapper)", "split_is_joined")
+@planted("unscales twice if a step is two calls (GradScaler, given a wrapper)", "split_is_joined")
 class Twice(Plain):
     def step_after_unscale(self, closure=None, *args, **keywords):
         pending = self._ampopt.phase.pending

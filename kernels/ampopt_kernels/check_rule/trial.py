@@ -123,7 +123,8 @@ def _given_flags(rule: Rule, flags: tuple[bool, ...]) -> _Given:
 
 def _given_states(rule: Rule, flags: tuple[bool, ...], names: Sequence[str]) -> _Given:
     """The argument ``state``, with a block for each of ``names``."""
-    declared = f"declares {len(names)}, state={[*names]} {_under(rule, flags)}"
+    under = f" {_under(rule, flags)}" if flags else ""
+    declared = f"declares {len(names)}, state={[*names]}{under}"
     return _Given("state", (_block(),) * len(names), declared)
 
 

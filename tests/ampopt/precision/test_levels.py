@@ -235,7 +235,7 @@ BAD = [
     ({"output_dtype": "half"}, ValueError, "output_dtype must be .* got 'half'"),
     ({"output_dtype": False}, ValueError, "output_dtype must be .* got False"),
     ({"compute_dtype": torch.float64}, ValueError, "compute_dtype must be torch.float16"),
-    ({"deny": ("softmax",)}, ValueError, "neither allow nor deny, got torch.float32"),
+    ({"deny": ("softmax",)}, ValueError, "equal to param_dtype, got torch.float32"),
     ({"compute_dtype": F16, "deny": ("softmx",)}, ValueError, "'softmx': did you mean"),
     (
         {"compute_dtype": F16, "allow": "softmax"},

@@ -640,7 +640,7 @@ def _refused(state_dict: dict[str, Any], error: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (ampopt.Adamax, "'exp_inf' of parameter 0, which another optimizer has; AdamW has"),
+        (ampopt.Adamax, "'exp_inf' for parameter 0, a state of another optimizer; AdamW has"),
         (torch.optim.NAdam, "has no 'amsgrad', which AdamW reads"),
         (ampopt.LAMB, "has no 'amsgrad', which AdamW reads. It has .*'bias_correction'"),
         (torch.optim.SGD, "has no 'amsgrad', which AdamW reads. It has .*'momentum'"),
@@ -652,7 +652,7 @@ def test_the_state_of_another_optimizer_is_refused_when_it_is_loaded(cls, messag
 
 def test_the_state_of_an_optimizer_that_keeps_more_is_refused_when_it_is_loaded():
     optimizer = ampopt.Lion([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match="'exp_avg_sq' of .*, which another optimizer has; Lion"):
+    with pytest.raises(ValueError, match="'exp_avg_sq' for .*, a state of another optimizer; Lion"):
         optimizer.load_state_dict(_saved(ampopt.AdamW))
 
 
