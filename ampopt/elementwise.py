@@ -320,12 +320,15 @@ class ElementwiseOptimizer(Optimizer):
                     del states[key]
                 else:
                     states[key] = states[key].copy()
-                    complete(declared, states[key], runner.complete_state)
+                    complete(declared, states[key])
         parts = (*self.rule.state, *runner.second_states)
         for key, state in states.items():
             if isinstance(state, dict):  # users may keep other values under their own keys
                 states[key] = with_saved_names(state, parts)
         return state_dict
+
+    def _complete_states(self) -> None:
+        """Add states that torch's own step and its checkpoints lack; does nothing here."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""

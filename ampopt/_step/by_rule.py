@@ -17,7 +17,6 @@ from ampopt._step.overflow import check_and_unscale, device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
 from ampopt._step.rank_agreement import decision_all_reduce
-from ampopt._step.rule_state import StateCompleter
 from ampopt._step.sharding import dtensor
 from ampopt._step.step_hooks import is_watched
 from ampopt._step.step_rollback import SkipPolicy
@@ -50,8 +49,6 @@ class RuleRunner(RefersToOptimizer):
 
     Attributes:
         checks: checks of parameters, options and states before a step.
-        complete_state: adds scalar states that a checkpoint of torch lacks to the state of a
-            parameter, if the flags need any; or ``None``.
         masters: the master weights of the parameters.
         uploads: constants that earlier steps have copied to a device, by device.
         plan: the plan of the last step; ``None`` before the first.
@@ -69,7 +66,6 @@ class RuleRunner(RefersToOptimizer):
         torchs_step: Callable[[Any], Any] | None = None,
         *,
         rule: Rule | None = None,
-        complete_state: StateCompleter | None = None,
         torch_needs_state: bool = False,
     ) -> None:
         """Store how to run the rule.
@@ -78,11 +74,10 @@ class RuleRunner(RefersToOptimizer):
             optimizer: the optimizer to step; stored as a weak reference.
             torchs_step: see :class:`TorchStep`; ``None`` if it never runs.
             rule: the rule to run; ``None`` for ``optimizer.rule``.
-            complete_state: see the class.
             torch_needs_state: see :class:`TorchStep`.
         """
         super().__init__(optimizer)
-        self._rule, self.complete_state = rule, complete_state
+        self._rule = rule
         self.masters = Masters(optimizer)
         self.uploads: dict[torch.device, Uploads] = {}
         self.torch_step: TorchStep | None = None
@@ -92,7 +87,6 @@ class RuleRunner(RefersToOptimizer):
                 torchs_step,
                 self.masters,
                 self.uploads,
-                complete_state=complete_state,
                 needs_state=torch_needs_state,
             )
         self._second_runners: dict[Rule, RuleRunner] = {}
@@ -179,6 +173,7 @@ class RuleRunner(RefersToOptimizer):
         if device is not None:
             refuse_while_captured(device, _MAKES_STATES)
         planned, variants = self.checks.check_plannable(rule, absent=absent)
+        optimizer._complete_states()
         return Plan(
             optimizer,
             rule,
@@ -187,7 +182,6 @@ class RuleRunner(RefersToOptimizer):
             planned,
             variants,
             absent,
-            complete_state=self.complete_state,
             needs_agreement=needs_agreement,
         )
 

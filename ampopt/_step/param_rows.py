@@ -14,7 +14,7 @@ from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.masters import Masters, needs_low_bits
 from ampopt._step.param_checks import PlannedParam
 from ampopt._step.rank_agreement import Agreement
-from ampopt._step.rule_state import StateCompleter, state_of, widen_scalars
+from ampopt._step.rule_state import state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
 from ampopt._step.small_states import RANDOM_KEY, codecs_of, scale_key
@@ -60,7 +60,6 @@ class RuleRows:
         rule: Rule,
         masters: Masters,
         agreement: Agreement | None,
-        complete_state: StateCompleter | None,
         planned: list[PlannedParam],
         absent: Mapping[int, torch.dtype],
     ) -> None:
@@ -72,7 +71,6 @@ class RuleRows:
             masters: the master weights of the optimizer.
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
-            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
             absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
@@ -97,7 +95,7 @@ class RuleRows:
                 group = groups[index]
                 masters.of(group, param)
                 declared = DeclaredStates(rule, group, param, variant.flags, own_codecs)
-                state = state_of(optimizer, declared, complete_state)
+                state = state_of(optimizer, declared)
             states.append(state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         self.stepped_params: list[ParamWithGrad] = [p.one for p in planned]

@@ -28,7 +28,6 @@ from ampopt._step.param_rows import RuleRows
 from ampopt._step.plan_guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
-from ampopt._step.rule_state import StateCompleter
 from ampopt.backend import backend_for
 from ampopt_kernels.memory import may_overlap
 from ampopt_kernels.native.objects import addresses, bump_versions
@@ -61,7 +60,6 @@ class Plan:
         variants: Variants,
         absent: dict[int, torch.dtype],
         *,
-        complete_state: StateCompleter | None,
         needs_agreement: bool,
     ) -> None:
         """Make missing states, and collect the tensors of each parameter.
@@ -74,7 +72,6 @@ class Plan:
             planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
             variants: the same.
             absent: see :meth:`TensorGuard.absent`.
-            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
                 all-reduce over the ranks.
 
@@ -102,9 +99,7 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.all_averages)
-        rule_rows = RuleRows(
-            optimizer, rule, masters, self._agreement, complete_state, planned, absent
-        )
+        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, planned, absent)
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._group_guard = GroupGuard(rule, variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}

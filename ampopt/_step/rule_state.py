@@ -1,6 +1,6 @@
 """The states of parameters: creates missing ones, and converts loaded ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import real, widest
 
 __all__ = [
-    "StateCompleter",
     "complete",
     "convert",
     "is_complete",
@@ -27,9 +26,6 @@ __all__ = [
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-StateCompleter = Callable[[dict[str, Any]], None]
-"""Adds scalar states that a checkpoint of torch lacks to the state of a parameter, in place."""
 
 
 def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
@@ -77,9 +73,7 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
     return True
 
 
-def state_of(
-    optimizer: Any, declared: DeclaredStates, complete_state: StateCompleter | None
-) -> dict[str, Any]:
+def state_of(optimizer: Any, declared: DeclaredStates) -> dict[str, Any]:
     """The state of a parameter, as :func:`complete` leaves it.
 
     Present states have passed :func:`ampopt._step.state_checks.check_states`.
@@ -87,24 +81,19 @@ def state_of(
     if not (declared.tensors or declared.scalars):
         return optimizer.state.get(declared.param, {})  # like torch, add no empty state
     state = optimizer.state[declared.param]
-    complete(declared, state, complete_state)
+    complete(declared, state)
     return state
 
 
-def complete(
-    declared: DeclaredStates, state: dict[str, Any], complete_state: StateCompleter | None
-) -> None:
+def complete(declared: DeclaredStates, state: dict[str, Any]) -> None:
     """Convert the values in ``state``, and add missing ones as they are before the first step.
 
     Args:
         declared: the states that the rule declares for the parameter.
         state: its state; changed in place.
-        complete_state: see :data:`StateCompleter`.
     """
     group, param, scalars = declared.group, declared.param, declared.scalars
     small_states.restore_names(state, declared.rule.state)
-    if scalars and complete_state is not None:
-        complete_state(state)
     convert(declared, state)
     master, dtype, codecs = state.get(MASTER), declared.dtype or param.dtype, declared.by_codec
     for part in declared.tensors:

@@ -14,7 +14,7 @@ from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
-from ampopt._step.rule_state import StateCompleter, state_of
+from ampopt._step.rule_state import state_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt_kernels.rule import Rule
@@ -34,7 +34,6 @@ class TorchStep(RefersToOptimizer):
         masters: Masters,
         uploads: dict[torch.device, Uploads],
         *,
-        complete_state: StateCompleter | None,
         needs_state: bool,
     ) -> None:
         """Store how to step.
@@ -44,12 +43,11 @@ class TorchStep(RefersToOptimizer):
             bound_step: ``bound_step(optimizer)`` is the bound ``step`` that the class inherits.
             masters: the master weights of the parameters.
             uploads: constants that earlier steps have copied to a device, by device.
-            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_state: whether a state of each parameter must exist before the step.
         """
         super().__init__(optimizer)
         self._bound_step, self._masters, self._uploads = bound_step, masters, uploads
-        self._complete_state, self._needs_state = complete_state, needs_state
+        self._needs_state = needs_state
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy:
@@ -69,19 +67,16 @@ class TorchStep(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        optimizer, complete_state = self.optimizer, self._complete_state
+        optimizer = self.optimizer
         if self._needs_state:
             for index, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
                     declared = DeclaredStates.of(rule, optimizer.param_groups[index], param)
-                    state_of(optimizer, declared, complete_state)
+                    state_of(optimizer, declared)
         decision = self._masters.unscale(request, optimizer._ampopt.agreement(), self._uploads)
         if decision is not None:
             # Without hooks: those of the class run around our step already.
             step = beneath_hooks(self._bound_step(optimizer).__func__)
             self.skip_policy.step(optimizer, functools.partial(step, optimizer), decision)
-        if complete_state is not None:  # as loading a checkpoint does
-            for index, param in gradients.present(optimizer.param_groups):
-                if DeclaredStates.of(rule, optimizer.param_groups[index], param).scalars:
-                    complete_state(optimizer.state.get(param, {}))
+        optimizer._complete_states()
         return decision

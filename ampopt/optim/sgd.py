@@ -20,13 +20,6 @@ __all__ = ["SGD"]
 _BUFFER = "momentum_buffer"
 
 
-def _complete_state(state: dict[str, Any]) -> None:
-    """Add the flag ``stepped`` to the state of a parameter from torch's checkpoint."""
-    buffer = state.get(_BUFFER)
-    if buffer is not None:  # torch makes the buffer in the first step, so there was one
-        state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
-
-
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with loss scaling, overflow tests and skips built in.
 
@@ -49,7 +42,6 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """
 
     rule = rules.sgd
-    _ampopt = ElementwiseOptimizer._ampopt.with_options(complete_state=_complete_state)
     sparse_gradients = True
 
     if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
@@ -76,17 +68,16 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         super().__setstate__(state)
         self._complete_states()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this or of torch's optimizer, as every optimizer of a rule does."""
-        super().load_state_dict(state_dict)
-        self._complete_states()  # codes have the name of the buffer now
-
     def _complete_states(self) -> None:
         """Add the flag ``stepped`` where it is needed and missing."""
         for group in self.param_groups:
             if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
                 for param in group["params"]:
-                    _complete_state(self.state.get(param, {}))
+                    state = self.state.get(param, {})
+                    buffer = state.get(_BUFFER, state.get(codes_key(_BUFFER)))
+                    if buffer is not None:
+                        # torch makes the buffer in the first step, so there was one.
+                        state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
 
     def initialize_states(self) -> None:
         """Make every state; see :meth:`ampopt.Optimizer.initialize_states`.
