@@ -31,6 +31,7 @@ number of launches depends neither on the number of tensors nor on that of group
 import functools
 import operator
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,55 +201,37 @@ class Table:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
         n_jumps = max((len(row.indices.jumps) for row in work.rows), default=0)
         rows: list[int] = []
-        kinds: dict[Any, list[int]] = {}
+        kinds: dict[tuple[Any, int, int], list[int]] = {}
         aligned: list[bool] = []
         sizes = [
             (grad if row.param is None else row.param).numel()
             for row, grad in zip(work.rows, work.grads, strict=True)
         ]
         for index, (row, address) in enumerate(zip(work.rows, work.addresses, strict=True)):
-            streams = [address, *map(Tensor.data_ptr, row.outputs)]
+            streams, means = [address, *_addresses(row.outputs)], row.row_column_means
             aligned.append(all(address % 16 == 0 for address in streams))
-            if row.row_column_means is not None:
-                streams += row.row_column_means.addresses
-            streams += [0] * (2 + n_states - len(streams))
+            if means is not None:
+                streams += means.addresses
+            rows += _padded(streams, 2 + n_states)
             if n_scales:
-                scales = [0 if s is None else s.data_ptr() for s in row.scales]
-                streams += scales + [0] * (n_scales - len(scales))
-            scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
-            scalars += [0] * (n_scalars - len(scalars))
-            of_flags = flag_sets.index(row.flags) if takes_flags else 0
-            random_key = 0 if row.random_key is None else row.random_key.data_ptr()
+                rows += _padded(_addresses(row.scales), n_scales)
+            rows += _padded(_addresses(row.scalars), n_scalars)
             jumps = [n for jump in row.indices.jumps for n in jump]
-            rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
-            rows += [random_key, row.indices.first, of_flags]
+            rows += [*[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
+            rows += [*_addresses([row.random_key]), row.indices.first]
+            rows += [flag_sets.index(row.flags) if takes_flags else 0]
             rows += [int(row.in_norm), row.variant, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
-            means = row.row_column_means
             even = aligned[index] and means is not None and means.shape[-1] % EVEN == 0
-            kinds.setdefault((row.kind, aligned[index], even), []).append(index)
+            kind = row.kind, 16 if aligned[index] else 1, EVEN if even else 1
+            kinds.setdefault(kind, []).append(index)
         chunk = _chunk(sum(sizes))
-        blocks: list[int] = []
-        spans = [0] * (2 * len(work.rows))
-        launches: list[Launch] = []
-        for (_, is_aligned, is_even), members in kinds.items():
-            start = len(blocks) // 2
-            for index in members:
-                n = -(-sizes[index] // chunk)
-                spans[2 * index] = len(blocks) // 2
-                spans[2 * index + 1] = len(blocks) // 2 + n
-                for place in range(n):
-                    blocks += (index, place)
-            stop = len(blocks) // 2
-            if stop > start:
-                align, even = (16 if is_aligned else 1), (EVEN if is_even else 1)
-                launches.append(Launch(start, stop, work.rows[members[0]], align, even))
+        launches, blocks, spans = _launches(work, kinds, [-(-size // chunk) for size in sizes])
         get, numbers = work.uploads.get, array("q", rows)
-        columns = 8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
-            columns=columns,
+            columns=8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps,
             scale_columns=n_scales,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
@@ -260,6 +243,46 @@ class Table:
             aligned=aligned,
             grads_version=work.grads_version,
         )
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The address of each tensor; 0 for ``None``."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _padded(numbers: list[int], n: int) -> list[int]:
+    """``numbers``, and zeros up to ``n`` of them."""
+    return numbers + [0] * (n - len(numbers))
+
+
+def _launches(
+    work: Work, kinds: dict[tuple[Any, int, int], list[int]], n_chunks: list[int]
+) -> tuple[list[Launch], list[int], list[int]]:
+    """Divide the chunks of all rows among programs.
+
+    Args:
+        work: the rows.
+        kinds: the indices of the rows of one launch, by their kind, ``align`` and ``even``.
+        n_chunks: the number of chunks of each row.
+
+    Returns:
+        The launches; row and chunk of each program; and for each row its first program, and the
+        program after its last.
+    """
+    launches: list[Launch] = []
+    blocks: list[int] = []
+    spans = [0] * (2 * len(n_chunks))
+    for (_, align, even), members in kinds.items():
+        start = len(blocks) // 2
+        for index in members:
+            first = len(blocks) // 2
+            spans[2 * index : 2 * index + 2] = first, first + n_chunks[index]
+            for chunk in range(n_chunks[index]):
+                blocks += (index, chunk)
+        stop = len(blocks) // 2
+        if stop > start:
+            launches.append(Launch(start, stop, work.rows[members[0]], align, even))
+    return launches, blocks, spans
 
 
 def state_columns(rule: Rule | None) -> int:
