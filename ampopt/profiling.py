@@ -220,9 +220,9 @@ def _paths_of(
             return
         path = _path(optimizer, modes.pop() if modes else None)
         report.steps[name] += 1
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                parameter = gradients.name_of(optimizer.param_groups, p)
+        for index, group in enumerate(optimizer.param_groups):
+            for position, p in enumerate(group["params"]):
+                parameter = gradients.name_at(group, index, position)
                 paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
     plans_before = _plans_of(optimizer)

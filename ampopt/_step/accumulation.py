@@ -171,6 +171,8 @@ class Accumulation(RefersToOptimizer):
         cycle = self.cycle
         if cycle is None:
             self.restore_gradients()
+            self._sums = gradients.without_removed(self._sums, self.groups)
+            self._latest = gradients.without_removed(self._latest, self.groups)
             device = device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:

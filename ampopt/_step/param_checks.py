@@ -124,7 +124,7 @@ class Checks(RefersToOptimizer):
             check_options(group)
         stepped_params = gradients.params_with_grads(groups, absent=absent)
         self.check_dtypes(gradients.params_of(groups))
-        self._forget_removed()
+        self._dtypes = gradients.without_removed(self._dtypes, groups)
         variants = Variants(rule)
         of = variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
         likes = dict(optimizer.defaults)  # without a default, other groups must be like the first
@@ -203,13 +203,6 @@ class Checks(RefersToOptimizer):
                     "make the optimizer then (with master_weights=True it keeps float32 masters of "
                     "half-precision parameters)"
                 )
-
-    def _forget_removed(self) -> None:
-        """Forget the parameters that were removed from the optimizer."""
-        groups = self.optimizer.param_groups
-        if len(self._dtypes) > sum(len(group["params"]) for group in groups):
-            params = set(gradients.params_of(groups))
-            self._dtypes = {p: dtype for p, dtype in self._dtypes.items() if p in params}
 
     def warn_of_float16(self, rule: Rule, params: Iterable[tuple[int, Tensor]]) -> None:
         """Warn once if a state of ``rule`` is kept in float16.

@@ -11,7 +11,7 @@ from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, 
 from ampopt.loss_scale.base import LossScale, product
 from ampopt.loss_scale.scalings import note_scaling
 
-__all__ = ["check_scale_number", "scale_outputs"]
+__all__ = ["scale_outputs"]
 
 _Outputs = TypeVar("_Outputs")
 _P = ParamSpec("_P")

@@ -432,12 +432,12 @@ class Watch:
 
     def _grow(self) -> None:
         """Extend the statistics by parameters that were added to the optimizer."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
                 if id(param) not in self._places:
                     names = self._names.setdefault(param.device, [])
                     self._places[id(param)] = (param.device, len(names))
-                    names.append(gradients.name_of(self.optimizer.param_groups, param))
+                    names.append(gradients.name_at(group, index, position))
         for device, names in self._names.items():
             old = self._statistics.by_device.get(device)
             if old is None or old.places < len(names):

@@ -333,12 +333,15 @@ def test_a_step_keeps_no_gradient_alive(backend):
         assert len(storages) == 2 and all(storage.expired() for storage in storages)
 
 
-def test_a_removed_parameter_does_not_live_as_long_as_its_optimizer():
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_removed_parameter_does_not_live_as_long_as_its_optimizer(accumulates):
     optimizer = ampopt.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
 
     def step() -> None:
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones(2)
+        if accumulates:
+            optimizer.accumulate()
         optimizer.step()
 
     step()

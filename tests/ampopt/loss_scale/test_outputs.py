@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.dynamic import DynamicLossScale
-from ampopt.loss_scale.outputs import check_scale_number, scale_outputs
+from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
 
 Pair = namedtuple("Pair", "loss extra")
