@@ -327,6 +327,9 @@ class ElementwiseOptimizer(Optimizer):
                 states[key] = with_saved_names(state, parts)
         return state_dict
 
+    def _drop_initial_states(self) -> None:
+        """Remove states that torch's own first step makes, before it; does nothing here."""
+
     def _complete_states(self) -> None:
         """Add states that torch's own step and its checkpoints lack; does nothing here."""
 

@@ -75,6 +75,7 @@ class TorchStep(RefersToOptimizer):
                     state_of(optimizer, declared)
         decision = self._masters.unscale(request, optimizer._ampopt.agreement(), self._uploads)
         if decision is not None:
+            optimizer._drop_initial_states()
             # Without hooks: those of the class run around our step already.
             step = beneath_hooks(self._bound_step(optimizer).__func__)
             self.skip_policy.step(optimizer, functools.partial(step, optimizer), decision)

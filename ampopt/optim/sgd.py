@@ -20,6 +20,14 @@ __all__ = ["SGD"]
 _BUFFER = "momentum_buffer"
 
 
+def _drop_initial(state: dict[str, Any]) -> None:
+    """Remove flag and buffer if no step was applied: torch makes the buffer in the first one."""
+    has_stepped = state[_STEPPED]
+    if not (has_stepped.is_meta or has_stepped > 0):
+        for name in (_STEPPED, _BUFFER, codes_key(_BUFFER), scale_key(_BUFFER)):
+            state.pop(name, None)
+
+
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with loss scaling, overflow tests and skips built in.
 
@@ -68,6 +76,14 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         super().__setstate__(state)
         self._complete_states()
 
+    def _drop_initial_states(self) -> None:
+        """Remove the buffers that skipped steps have made. Synchronizes if there is dampening."""
+        if self.defaults["differentiable"]:  # then no step is by the rule, which makes them
+            return
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if _STEPPED in self.state.get(param, {}):
+                _drop_initial(self.state[param])
+
     def _complete_states(self) -> None:
         """Add the flag ``stepped`` where it is needed and missing."""
         for group in self.param_groups:
@@ -101,10 +117,8 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
             if _STEPPED in states.get(key, {}):
                 states[key] = state = states[key].copy()
-                has_stepped = state.pop(_STEPPED)
-                if not (has_stepped.is_meta or has_stepped > 0):
-                    for name in (_BUFFER, codes_key(_BUFFER), scale_key(_BUFFER)):
-                        state.pop(name, None)
+                _drop_initial(state)
+                state.pop(_STEPPED, None)
                 if not state:
                     del states[key]
         return state_dict

@@ -367,6 +367,22 @@ def test_a_checkpoint_of_torchs_own_step_adds_no_state(backend):
     assert state_of(loaded) == state_of(optimizer)
 
 
+def test_torchs_own_step_after_a_skip_is_the_first_step(backend):
+    weights = []
+    for cls in (ampopt.SGD, torch.optim.SGD):
+        params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizer: Any = cls(params, lr=1.0, momentum=0.5, dampening=0.5)
+        if cls is ampopt.SGD:
+            params[1].grad = torch.full((2,), torch.inf)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        for step in range(3):
+            grads = [torch.full((2,), 1.0 + step) for _ in params]
+            params[0].grad, params[1].grad = grads[0].to_sparse() if step < 2 else None, grads[1]
+            optimizer.step()
+        weights.append([param.tolist() for param in params])
+    assert weights[0] == weights[1]
+
+
 def test_the_step_count_of_sparse_adam_is_saved_as_torch_saves_it(backend):
     options = named("SparseAdam")
     ours, torchs = options.ours(initial(options)), options.torchs(initial(options))
