@@ -166,7 +166,7 @@ def check_like(name: str, value: Any, like: Any) -> None:
         if isinstance(value, (str, Tensor)) or not any(value is x or value == x for x in (0, 1)):
             raise TypeError(f"{name} must be True or False, got {value!r}")
         return
-    numbers = like if isinstance(like, tuple) else (like,)
+    numbers = like if isinstance(like, (tuple, list)) else (like,)
     if not all(map(_is_number, numbers)):
         return
     check_numbers(name, value, like)

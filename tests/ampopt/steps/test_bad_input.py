@@ -558,6 +558,13 @@ def _other_model_and_optimizer():
         (lambda p: ampopt.SGD(p, lr=torch.tensor(NAN)), ValueError, "lr is nan"),
         (lambda p: ampopt.SGD([{"params": p, "lr": NAN}]), ValueError, "lr is nan"),
         (
+            lambda p: ampopt.Lion(
+                [{"params": p, "betas": (NAN, 0.9)}], betas=cast(Any, [0.9, 0.99])
+            ),
+            ValueError,
+            "betas is nan",
+        ),
+        (
             lambda p: ampopt.Adam(p, amsgrad=cast(Any, "no")),
             TypeError,
             "amsgrad must be True or False",
