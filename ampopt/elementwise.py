@@ -40,16 +40,15 @@ from ampopt_kernels.step_data import Request
 __all__ = ["ElementwiseOptimizer"]
 
 
-def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> StepStrategy:
+def _stepping(optimizer: Any, *, own_step: bool = False) -> StepStrategy:
     """The strategy of an optimizer with a rule: run the rule, or a step around the rule.
 
     Args:
         optimizer: the optimizer to step.
         own_step: whether its class overrides ``ElementwiseOptimizer.step``. Only the inherited step
             passes the overflow flag to the rule; any other is skipped like an ordinary step.
-        facts: see :class:`RuleRunner`.
     """
-    runner = RuleRunner(optimizer, _torchs_step, **facts)
+    runner = RuleRunner(optimizer, _torchs_step)
     if own_step:
         return HandwrittenStep(optimizer, runner=runner)
     return RuleStep(optimizer, runner, beneath_hooks(ElementwiseOptimizer.step))
@@ -327,8 +326,8 @@ class ElementwiseOptimizer(Optimizer):
                 states[key] = with_saved_names(state, parts)
         return state_dict
 
-    def _drop_initial_states(self) -> None:
-        """Remove states that torch's own first step makes, before it; does nothing here."""
+    def _prepare_torchs_step(self) -> None:
+        """Leave the states that torch's own step expects, before it; does nothing here."""
 
     def _complete_states(self) -> None:
         """Add states that torch's own step and its checkpoints lack; does nothing here."""

@@ -66,7 +66,6 @@ class RuleRunner(RefersToOptimizer):
         torchs_step: Callable[[Any], Any] | None = None,
         *,
         rule: Rule | None = None,
-        torch_needs_state: bool = False,
     ) -> None:
         """Store how to run the rule.
 
@@ -74,7 +73,6 @@ class RuleRunner(RefersToOptimizer):
             optimizer: the optimizer to step; stored as a weak reference.
             torchs_step: see :class:`TorchStep`; ``None`` if it never runs.
             rule: the rule to run; ``None`` for ``optimizer.rule``.
-            torch_needs_state: see :class:`TorchStep`.
         """
         super().__init__(optimizer)
         self._rule = rule
@@ -82,13 +80,7 @@ class RuleRunner(RefersToOptimizer):
         self.uploads: dict[torch.device, Uploads] = {}
         self.torch_step: TorchStep | None = None
         if torchs_step is not None:
-            self.torch_step = TorchStep(
-                optimizer,
-                torchs_step,
-                self.masters,
-                self.uploads,
-                needs_state=torch_needs_state,
-            )
+            self.torch_step = TorchStep(optimizer, torchs_step, self.masters, self.uploads)
         self._second_runners: dict[Rule, RuleRunner] = {}
         self.second_states: dict[State, None] = {}
         self.plan: Plan | None = None
@@ -120,7 +112,7 @@ class RuleRunner(RefersToOptimizer):
             self.decision = plan.run(request)
         else:
             assert self.torch_step is not None
-            self.decision = self.torch_step.run(self.rule, request)
+            self.decision = self.torch_step.run(request)
         if on_masters:
             self.masters.drop_gradients()
         return self.decision

@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step import gradients
+from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.loading import convert_loaded
+from ampopt._step.rule_state import state_of
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import STATE_BITS, RuleOptions, needs_master
 from ampopt_kernels import rules
@@ -35,8 +38,6 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
 
     rule = rules.adagrad
     sparse_gradients = True
-    # torch 2.11 makes no state for a group that is added later, but its step reads that state.
-    _ampopt = ElementwiseOptimizer._ampopt.with_options(torch_needs_state=True)
 
     if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
@@ -71,3 +72,9 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
             if any(map(STATE_BITS.is_set, self.param_groups)):
                 convert_loaded(self)
+
+    def _prepare_torchs_step(self) -> None:
+        """Make missing states: torch 2.11 makes none for a group that is added later."""
+        for index, param in gradients.present(self.param_groups):
+            if not self.state.get(param):
+                state_of(self, DeclaredStates.of(self.rule, self.param_groups[index], param))

@@ -76,8 +76,11 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         super().__setstate__(state)
         self._complete_states()
 
-    def _drop_initial_states(self) -> None:
-        """Remove the buffers that skipped steps have made. Synchronizes if there is dampening."""
+    def _prepare_torchs_step(self) -> None:
+        """Remove the buffers that skipped steps have made: torch dampens a step that finds one.
+
+        Synchronizes if there is dampening.
+        """
         if self.defaults["differentiable"]:  # then no step is by the rule, which makes them
             return
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
