@@ -37,8 +37,8 @@ LOW_BITS = torch.int8
 def joined(param, low, HALF: tl.constexpr):
     """The master: float32.
 
-    A user may have written to the parameter since, and not to the low bits. So the low bits may not
-    fit 0 and inf, which are left as they are.
+    A user may have written to the parameter since, and not to the low bits. Low bits are ignored if
+    the parameter is NaN, or if they would make it NaN, as negative ones make 0.
 
     Args:
         param: the parameter, converted to float32.
@@ -46,15 +46,15 @@ def joined(param, low, HALF: tl.constexpr):
         HALF: whether the parameter is float16; else it is bfloat16.
     """
     bits = int_bits(param)
-    low = tl.where(tl.abs(param) < float("inf"), low, 0)
     if HALF:
         near = low.to(tl.float32) * 2.3283064365386963e-10
         # Up to 2**-13, a last place is always 2**-24.
         near = tl.where(bits < 0, param - near, param + near)
-        return tl.where(tl.abs(param) < 0.0001220703125, near, float_of(bits + low * 32))
+        whole = tl.where(tl.abs(param) < 0.0001220703125, near, float_of(bits + low * 32))
     else:
-        low = tl.where((param == 0.0) & (low < 0), 0, low)
-        return float_of(bits + low * 256)
+        whole = float_of(bits + low * 256)
+    added = whole - param
+    return tl.where(added == added, whole, param)
 
 
 @jit
