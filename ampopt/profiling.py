@@ -1,6 +1,7 @@
 """``profile``: a report in plain words of what steps cost and how they run."""
 
 import contextlib
+import inspect
 import linecache
 import sys
 from collections import Counter
@@ -252,8 +253,11 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
             return f"by the rule, on the {backend_for(ours.decision_device).name} backend"
         which = "torch's own step"
     if mode is None:
-        by_itself = ours.skip_flag is not None and ours.skip_by == "step"
-        return f"{which}, {'which skips by itself' if by_itself else 'unchecked'}"
+        if ours.skip_flag is not None and ours.skip_by == "step":
+            return f"{which}, which skips by itself"
+        # Without a scale there is no decision. With one, the closure's evaluations were checked.
+        checked = ours.decision_of_step is not None
+        return f"{which}, {'checked after each evaluation' if checked else 'unchecked'}"
     if mode == "transaction":
         return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
     description = f"{which}, after the host looked at the overflow flag"
@@ -283,6 +287,8 @@ _TORCH = (str(Path(torch.__file__).parent), contextlib.__file__, "<")
 _WATCH = tuple(str(_HERE / f"{name}.py") for name in ("_synchronization", "profiling"))
 _STEPPING = tuple(str(_HERE / f"{name}.py") for name in ("optimizer", "elementwise"))
 _REPLAY = Look("a closure's replay", "is the loss finite, did a gradient overflow?")
+_LBFGS_FILE = inspect.getfile(torch.optim.LBFGS)
+_LBFGS = Look("torch's LBFGS", "its line search, and whether it has converged")
 
 
 def _flag_of(name: str, *, waits: bool) -> Look:
@@ -305,6 +311,9 @@ def _note(report: Profile) -> None:
                 own.append(frame)
         elif not file.startswith(_TORCH):
             break
+        elif not own and file == _LBFGS_FILE:
+            report.looks[_LBFGS] += 1
+            return
         frame = frame.f_back
     if own and own[0].f_code.co_filename == str(_HERE / "_step" / "closure_replay.py"):
         report.looks[_REPLAY] += 1

@@ -1,4 +1,4 @@
-"""LBFGS in float16: an overflow inside the line search is run again, not skipped.
+"""LBFGS in float16: evaluations that overflow, even in the line search, are run again.
 
 LBFGS evaluates its closure many times in one step, and its line search compares the losses and
 gradients it gets. If an overflow skipped the step, the search would go on with infinite gradients.

@@ -142,8 +142,8 @@ def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
     print("weights have master_bits=24")
     print(report.table(bench_rows))
     if any(row.allocated for row in bench_rows):
-        print("\nbytes allocated for each element of a parameter: of parameters, gradients, states")
-        print("and master weights; time: of small states, in units of ampopt's with 32 bits")
+        print("\nbytes of parameters, gradients, states and master weights, for each element of a")
+        print("parameter; time: that of a step with small states, divided by ampopt's with 32 bits")
         print(report.memory(bench_rows))
     if device.type == "cuda":
         print("\nbesides time, for one step")
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         choices=[*names, *others],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(names)}; or {', '.join(others)}",
+        help=f"repeatable; default: all of {', '.join(names)}; also possible: {', '.join(others)}",
     )
     parser.add_argument(
         "--contender",
@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         choices=[*workloads.WORKLOADS, *workloads.ASKED_FOR],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(workloads.WORKLOADS)}; or "
+        help=f"repeatable; default: all of {', '.join(workloads.WORKLOADS)}; also possible: "
         f"{', '.join(workloads.ASKED_FOR)}, which is for Muon",
     )
     parser.add_argument(
@@ -249,8 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes",
         action="store_true",
-        help="tensors of each power of two from 64 to 16 Mi elements, instead of the workloads: "
-        "300, or as many as have 16 Mi elements in total",
+        help="instead of the workloads, tensors of 64 elements, of 128, and so on to 16 Mi: 300 "
+        "tensors of each size, or fewer where 300 would have more than 16 Mi elements in total",
     )
     parser.add_argument(
         "--small",

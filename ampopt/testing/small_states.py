@@ -79,9 +79,9 @@ def _check_bias(part: State, codec: Codec) -> None:
         ratio = (decoded(codes, codec, scales).mean() / x.mean()).item()
         if abs(ratio - 1) > _BIAS:
             raise AssertionError(
-                f"state {part.name!r} is kept {ratio:.4g} times as large as it is, on average over "
-                f"numbers from {x[0].item():g} to {x[-1].item():g} and over u: decode must undo "
-                "encode, and encode round by tl.floor(y + u)"
+                f"the numbers that state {part.name!r} keeps are on average {ratio:.4g} times as "
+                f"large as those to be kept, from {x[0].item():g} to {x[-1].item():g}: decode must "
+                "undo encode, and encode must round by tl.floor(y + u)"
             )
 
 

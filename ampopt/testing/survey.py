@@ -239,16 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--package",
         action="append",
-        help=f"a module to look into; without, {', '.join(PACKAGES)}, where installed",
+        help=f"a module to search; default: those that are installed of {', '.join(PACKAGES)}",
     )
-    parser.add_argument("--optimizer", action="append", help="only those of this name")
+    parser.add_argument("--optimizer", action="append", help="test only classes of this name")
     parser.add_argument(
         "--examples",
         type=int,
-        help="number drawn for each invariant; without, that of the Hypothesis profile, 100",
+        help="how many are drawn for each invariant; default: as the Hypothesis profile says, 100",
     )
-    parser.add_argument("--output", type=Path, help="write the table there")
-    parser.add_argument("--plot", help="draw it there; needs matplotlib")
+    parser.add_argument("--output", type=Path, help="write the table to this file")
+    parser.add_argument("--plot", help="draw it to this file; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.examples is not None and options.examples < 1:
         parser.error("--examples: draw 1 or more")

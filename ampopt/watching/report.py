@@ -89,7 +89,7 @@ def in_words(
     ]
     if len(sentences) == 1:
         few = ", and few are too small for float16" if is_scaled else ""
-        sentences.append(f"No gradient overflowed{few}: leave it as it is.")
+        sentences.append(f"No gradient overflowed{few}: there is nothing to change.")
     return "\n".join(sentences)
 
 
@@ -113,12 +113,7 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
         return _of_ranks(numbers)
     first, stats = bad[0]
     most = [name for name, other in bad if other["overflows"] == stats["overflows"]]
-    every = numbers["steps"] / stats["overflows"]
-    how_often = (
-        "once, at"
-        if stats["overflows"] == 1
-        else f"{stats['overflows']} times, every {every:.3g} steps, last at"
-    )
+    how_often = "once, at" if stats["overflows"] == 1 else f"{stats['overflows']} times, last at"
     when = f"{how_often} step {stats['last_overflow']}"
     if len(most) > 1 and len(most) == len(numbers["parameters"]):
         found = f"All parameters overflowed together, {when}"
@@ -126,7 +121,7 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
             return [f"{found}."]
         return [
             f"{found}: the cause is the loss, the batch, or the first layer "
-            "to overflow on the way forward. Run such a step within "
+            "that overflows in the forward pass. Run such a step within "
             "ampopt.first_nonfinite(model), which names it."
         ]
     others = "" if len(bad) == 1 else f"; {len(bad) - 1} other parameters overflowed, too"
@@ -155,7 +150,7 @@ def _of_runs(numbers: dict[str, Any]) -> list[str]:
         return []
     first, last = run[0]["step"], run[-1]["step"]
     if not now:
-        return [f"The longest run of overflows is of {len(run)} steps, from {first} to {last}."]
+        return [f"The longest run of overflows is {len(run)} steps long, from {first} to {last}."]
     earlier = " or earlier" if first == numbers["recent"][0]["step"] > 1 else ""
     sentence = f"All steps from step {first}{earlier} on have overflowed, {len(run)} in a row."
     if not _has_collapsed(numbers):

@@ -206,6 +206,23 @@ def test_reads_in_a_closure_are_shown(eager):
     )
 
 
+def test_the_reads_and_the_checks_of_lbfgs_are_shown(eager):
+    optimizer = ampopt.LBFGS([torch.nn.Parameter(torch.ones(2))], max_iter=2)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        loss = params_of(optimizer)[0].square().sum()
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss
+
+    for scale, path in (1.0, "checked after each evaluation"), (None, "unchecked"):
+        with profile(optimizer) as report:
+            optimizer.unscale_and_step(closure, grads_scaled_by=scale)
+        assert f"an ordinary step, {path}\n" in str(report)
+        assert "\n  torch's LBFGS, " in str(report)
+        assert ("a closure's replay" in str(report)) == (scale is not None)
+
+
 def test_several_optimizers_and_none(eager):
     a, b = made(ampopt.SGD), made(ampopt.SGD)
     with profile(a, b) as report:

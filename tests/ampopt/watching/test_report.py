@@ -29,9 +29,10 @@ def test_a_report_says_since_when_steps_overflow_in_a_row():
     assert "resume from a checkpoint older than step 7" in now
     assert "A few overflows are normal" not in now and "first_nonfinite" in now
     over = reported([1.0] * 2 + [INF] * 3 + [1.0, INF])
-    assert "The longest run of overflows is of 3 steps, from 3 to 5." not in over  # one is now
+    assert "The longest run of overflows is 3 steps long, from 3 to 5." not in over  # one is now
     over = reported([1.0] * 2 + [INF] * 3 + [1.0, INF, 1.0])
-    assert "The longest run of overflows is of 3 steps, from 3 to 5." in over
+    assert "The longest run of overflows is 3 steps long, from 3 to 5." in over
+    assert "`weight` overflowed 4 times, last at step 7; its largest" in over
     assert "checkpoint" not in over
 
 
@@ -96,14 +97,14 @@ def test_parameters_whose_gradients_underflow_are_named(scale, remedy):
     report = trained(scale)
     assert "`deep.weight`, `deep.bias` had only gradients of 0, while others did not" in report
     assert remedy in report
-    assert "unused" not in report and "leave it as it is" not in report
+    assert "unused" not in report and "nothing to change" not in report
     assert "only gradients of 0" not in trained(2.0**13)
 
 
 def test_gradients_that_are_all_zero_are_no_reason_to_leave_the_scale():
     report = reported([0.0] * 3)
     assert "`weight` had only gradients of 0, like all others" in report
-    assert "raise the loss scale" in report and "leave it as it is" not in report
+    assert "raise the loss scale" in report and "nothing to change" not in report
     for values in ([0.0, 1.0], [0.0, INF]):
         assert "only gradients of 0" not in reported(values)
 
