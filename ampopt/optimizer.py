@@ -406,8 +406,7 @@ class Optimizer(torch.optim.Optimizer):
             NonFiniteGradientError: the loss of a closure is not finite, or all replays overflowed.
             RuntimeError: an unscale is pending; an earlier step has used the scale; ranks disagree.
             ValueError: an argument is out of range.
-            TypeError: an argument is of the wrong type; the closure does not take the scale, or
-                does not return a loss.
+            TypeError: an argument, or what the closure takes or returns, has the wrong type.
         """
         with nullcontext() if loss is None else self._ampopt.observers.with_loss(loss):
             return _step_scaled_gradients(
