@@ -1,5 +1,6 @@
 """``Optimizer``: the base class that gives every optimizer its control points."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -587,3 +588,7 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # have no hooks.
     ours.phase.end()
     return StepResult(outcome.result, pending.found_inf, pending.next_scale)
+
+
+# Accelerate passes ``set_to_none`` only to methods that show it.
+vars(Optimizer.zero_grad)["__signature__"] = inspect.signature(torch.optim.Optimizer.zero_grad)

@@ -194,6 +194,10 @@ def _extended_class(cls: type) -> type:
         if group is not None:
             self._ampopt.process_group = group
 
+    @functools.wraps(cls.zero_grad)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        Optimizer.zero_grad(self, *args, **kwargs)
+
     namespace = {
         "__doc__": cls.__doc__,
         "__init__": __init__,
@@ -201,6 +205,7 @@ def _extended_class(cls: type) -> type:
         "__qualname__": cls.__qualname__,
         "_ampopt": StrategyAttribute(ExtendedStep),
         "_extends": cls,
+        "zero_grad": zero_grad,
         **their_attributes,
     }
     return _meta(type(cls))(cls.__name__, (cls, Optimizer), namespace)

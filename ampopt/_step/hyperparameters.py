@@ -135,6 +135,8 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
         ValueError: ``value`` has another length than ``like``, or a tensor has not one element.
     """
     several = isinstance(like, (tuple, list))
+    if not several and _is_long(value):
+        raise ValueError(f"Tensor {name} must be 1-element, got {value!r}")  # torch's words
     elements = value if isinstance(value, (tuple, list)) else (value,)
     wrong = None
     if (elements is value) != several or not all(map(_is_number, elements)):

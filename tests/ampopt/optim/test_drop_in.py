@@ -72,6 +72,13 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
     assert list(inspect.signature(Author).parameters) == ["params", "number"]
 
 
+def test_zero_grad_shows_the_arguments_that_it_takes():
+    """Accelerate passes ``set_to_none`` only to methods that show it."""
+    param = Parameter(torch.ones(2))
+    shown = inspect.signature(ampopt.AdamW([param]).zero_grad)
+    assert shown == inspect.signature(torch.optim.AdamW([param]).zero_grad)
+
+
 class OfAnAuthor(ampopt.Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {}, **options)
