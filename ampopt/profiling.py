@@ -179,12 +179,11 @@ def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
 
 def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
     """``launch`` of the Triton backend, which also counts each kernel in ``launches``."""
-    from ampopt_kernels.triton.launch import name_of
 
-    def launch_counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def launch_counted(device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
         if programs:  # a launch of 0 programs only compiles
-            launches[name_of(kernel, arguments).removesuffix("_kernel")] += 1
-        launch(device, kernel, programs, arguments)
+            launches[variant.name.removesuffix("_kernel")] += 1
+        launch(device, variant, programs, arguments)
 
     return launch_counted
 

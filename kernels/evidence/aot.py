@@ -88,9 +88,10 @@ class Case:
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """A recorded launch: the kernel, and all of its arguments by name."""
+    """A recorded launch: the kernel, its name, and all of its arguments by name."""
 
     kernel: Any
+    name: str
     arguments: dict[str, Any]
 
     @property
@@ -114,13 +115,6 @@ class RecordedLaunch:
     def _by_order(self) -> dict[str, Any]:
         """The arguments, in the order in which the kernel takes them."""
         return {p.name: self.arguments[p.name] for p in self.kernel.params}
-
-    @property
-    def name(self) -> str:
-        """Name of the kernel, or of the pass, such as ``detect`` or ``update``."""
-        from ampopt_kernels.triton.launch import name_of
-
-        return name_of(self.kernel, self.arguments).removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
         """The compile-time options of the kernel in one word, for the report."""
@@ -314,9 +308,12 @@ def launches(case: Case) -> list[RecordedLaunch]:
         ),
     }[case.request]
     recordings: list[RecordedLaunch] = []
-    backend = Triton(
-        lambda device, kernel, n, arguments: recordings.append(RecordedLaunch(kernel, arguments))
-    )
+
+    def record(device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
+        name, every = variant.name.removesuffix("_kernel"), {**arguments, **variant.constants}
+        recordings.append(RecordedLaunch(variant.kernel, name, every))
+
+    backend = Triton(record)
     run(lambda _: backend, [work], request)
     return recordings
 

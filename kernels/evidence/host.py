@@ -79,7 +79,7 @@ def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
 @contextmanager
 def _no_launches(tensors: int) -> Iterator[None]:
     """Replace the kernel launches of ampopt and of torch's fused AdamW and scaler by nothing."""
-    silent = Triton(lambda device, kernel, programs, arguments: None)
+    silent = Triton(lambda device, variant, programs, arguments: None)
     norms = list(torch.zeros(tensors).unbind())
     with (
         mock.patch.object(backend, "_triton_backend", lambda: silent),

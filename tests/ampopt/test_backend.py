@@ -332,15 +332,13 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatc
     """All launches have the constants and types of the first one."""
     launches: list[Any] = []
 
-    def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def record(device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
         kinds = {
-            name: value
-            if name.isupper() or isinstance(value, int)
-            else (type(value), getattr(value, "dtype", None))
+            name: value if isinstance(value, int) else (type(value), getattr(value, "dtype", None))
             for name, value in arguments.items()
         }
-        launches.append(str(kinds))
-        triton_backend.launch(device, kernel, programs, arguments)
+        launches.append(str((variant.constants, kinds)))
+        triton_backend.launch(device, variant, programs, arguments)
 
     monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))
     ampopt.set_backend("triton")
@@ -358,10 +356,10 @@ def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
     """Optimizers may be on different streams, which do not wait for each other."""
     read: list[set[int]] = []
 
-    def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def record(device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
         read[-1] |= {id(t) for t in arguments.values() if isinstance(t, torch.Tensor)}
         kept.extend(arguments.values())  # so that no one else has its identity
-        triton_backend.launch(device, kernel, programs, arguments)
+        triton_backend.launch(device, variant, programs, arguments)
 
     kept: list[Any] = []
     monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))

@@ -110,18 +110,18 @@ class _Tape(TorchDispatchMode):
             self._played.append(again)
         return result
 
-    def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        from ampopt_kernels.triton.launch import launch, name_of
+    def launch(self, device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
+        from ampopt_kernels.triton.launch import launch
 
-        captured = self._borrowed(name_of(kernel, arguments), arguments)
+        captured = self._borrowed(variant.name, arguments)
 
         def again() -> None:
-            launch(device, kernel, programs, _lent(captured))
+            launch(device, variant, programs, _lent(captured))
 
         self._played.append(again)
         self._launching = True
         try:
-            launch(device, kernel, programs, arguments)
+            launch(device, variant, programs, arguments)
         finally:
             self._launching = False
 

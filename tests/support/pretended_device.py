@@ -108,23 +108,23 @@ def _on_cpu(value: Any) -> Any:
     return value.held if isinstance(value, _There) else value
 
 
-def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+def launch(device: torch.device, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
     """Launch a kernel on a pretended device in Triton's interpreter; a ``Launcher``.
 
     Every tensor argument must be on ``device``. The kernel gets further memory by addresses in its
     tables, so while it runs, memory of other devices is filled with NaN, and checked for writes.
     """
     from ampopt_kernels.triton.launch import launch as interpret
-    from ampopt_kernels.triton.launch import name_of
 
-    name = name_of(kernel, arguments)
     for key, value in arguments.items():
         if isinstance(value, Tensor):
-            assert value.device == device, f"{name}: {key} is on {value.device}, not on {device}"
+            assert value.device == device, (
+                f"{variant.name}: {key} is on {value.device}, not on {device}"
+            )
     if not programs:  # compile only
         return
     with _unreadable_beside(device):
-        interpret(CPU, kernel, programs, {key: _on_cpu(value) for key, value in arguments.items()})
+        interpret(CPU, variant, programs, {key: _on_cpu(value) for key, value in arguments.items()})
 
 
 @contextmanager

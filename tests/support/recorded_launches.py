@@ -72,11 +72,11 @@ def main() -> None:
     knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))
     expected = []
 
-    def record(device, kernel, programs, arguments):
-        values = [arguments[p.name] for p in kernel.params if not p.is_constexpr]
+    def record(device, variant, programs, arguments):
+        values = [arguments[p.name] for p in variant.kernel.params if not p.is_constexpr]
         given = [a for a in values if a is not None]  # None is a constant of the compiler's
         expected.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given])
-        launch(device, kernel, programs, arguments)
+        launch(device, variant, programs, arguments)
 
     backend = Triton(record)
 

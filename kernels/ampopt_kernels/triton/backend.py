@@ -14,19 +14,18 @@ from ampopt_kernels.step import Backend
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.triton.control import control_arguments, control_kernel
+from ampopt_kernels.triton.control import control_launch
 from ampopt_kernels.triton.launch import Launcher, launch
 from ampopt_kernels.triton.passes import (
     ACCUMULATE,
     Pass,
     detect,
-    pass_kernel,
     pass_launches,
     reduce,
     update,
 )
-from ampopt_kernels.triton.row_column_sums import line_kernel, lines_of
-from ampopt_kernels.triton.row_sums import sum_arguments, sum_kernel
+from ampopt_kernels.triton.row_column_sums import lines_of
+from ampopt_kernels.triton.row_sums import sum_launch
 from ampopt_kernels.triton.table import Table, hyper_table
 
 __all__ = ["Triton"]
@@ -96,7 +95,7 @@ class Triton(Backend):
 
     def _compiling(self) -> "Triton":
         """This backend, which compiles kernels in place of launching them."""
-        return Triton(lambda on, kernel, _, by_name: self._launch(on, kernel, 0, by_name))
+        return Triton(lambda on, variant, _, arguments: self._launch(on, variant, 0, arguments))
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each chunk."""
@@ -125,8 +124,8 @@ class Triton(Backend):
         if n:
             shape = n, Table.of(work).n_blocks
             parts = torch.empty(shape, dtype=torch.float64, device=work.device)
-        for programs, arguments in pass_launches(work, of, coefficients, h, flags, parts):
-            self._launch(work.device, pass_kernel, programs, arguments)
+        for launched in pass_launches(work, of, coefficients, h, flags, parts):
+            self._launch(work.device, *launched)
         return parts
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -150,8 +149,7 @@ class Triton(Backend):
             earlier_decision=request.earlier_decision,
             cause=torch.empty((), dtype=torch.float64, device=device) if request.causes else None,
         )
-        arguments = control_arguments(work, decision, request, partials)
-        self._launch(device, control_kernel, 1, arguments)
+        self._launch(device, *control_launch(work, decision, request, partials))
         return decision
 
     def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], Tensor]:
@@ -160,8 +158,8 @@ class Triton(Backend):
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
         given = {"table": Table.of(work).rows, "h_table": h, "sums": sums}
         given["coefficients"] = decision.coefficients_on_device
-        for programs, constants in lines.launches:
-            self._launch(work.device, line_kernel, programs, {**constants, **given})
+        for variant, programs, tiles in lines.launches:
+            self._launch(work.device, variant, programs, {**given, "tiles": tiles})
         return list(lines.by_stack(work, sums, h)), h
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -169,8 +167,7 @@ class Triton(Backend):
         if decision.h is not None:
             return decision.h
         h = _h_table(work, to_reduce=True)
-        arguments = control_arguments(work, replace(decision, h=h))
-        self._launch(work.device, control_kernel, 1, arguments)
+        self._launch(work.device, *control_launch(work, replace(decision, h=h)))
         return h
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -178,7 +175,7 @@ class Triton(Backend):
         h, n_rows = self._h_to_reduce(work, decision), len(work.rows)
         parts = self._run(work, reduce(work), decision.coefficients_on_device, h)
         sums = torch.empty((n_rows, len(parts)), dtype=torch.float64, device=work.device)
-        self._launch(work.device, sum_kernel, n_rows, sum_arguments(work, parts, sums))
+        self._launch(work.device, *sum_launch(work, parts, sums))
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -187,7 +184,7 @@ class Triton(Backend):
         if h is None or decision.sums is not None:
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
-            self._launch(work.device, control_kernel, 1, control_arguments(work, advanced))
+            self._launch(work.device, *control_launch(work, advanced))
         self._run(work, update(work), decision.coefficients_on_device, h)
 
     def send_hyper(self, work: Work) -> None:

@@ -10,38 +10,34 @@ from ampopt_kernels.rule import call_scalars, keep, keep_all
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES
+from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, Variant, variant_of
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 
-__all__ = ["control_arguments", "control_kernel"]
+__all__ = ["control_kernel", "control_launch"]
 
 RUNNING = tl.constexpr(decide_module.RUNNING)  # pyright: ignore[reportCallIssue]
 SETTINGS = tl.constexpr(decide_module.SETTINGS)  # pyright: ignore[reportCallIssue]
 WINDOW = tl.constexpr(decide_module.LONGEST_WINDOW)  # pyright: ignore[reportCallIssue]
 
 
-def control_arguments(
+def control_launch(
     work: Work,
     decision: Decision,
     request: Request | None = None,
     partials: Partials | None = None,
-) -> dict[str, Any]:
-    """The arguments of ``control_kernel``, to decide a step, or only to advance scalar states.
+) -> tuple[Variant, int, dict[str, Any]]:
+    """The variant, number of programs and arguments of a launch of ``control_kernel``.
 
     Args:
         work: the rows.
         decision: the decision, whose tensors are written.
-        request: the request for the step; ``None`` if it is decided already.
+        request: the request for the step; ``None`` if it is decided already, and only scalar states
+            advance.
         partials: what detect wrote; ``None`` without a check.
     """
     decides, request = request is not None, request or Request()
-    rule, h, sums = work.rule, decision.h, decision.sums
-    scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
-    first = rule is not None and rule.reduces and sums is None
-    if rule is not None and first:
-        scalars, takes = rule.before_reduce, 3
+    h, sums = decision.h, decision.sums
     table = None if h is None else Table.of(work)
-    hyper = None if h is None else hyper_table(work)
     # Each optimizer uploads its own constants. A tensor shared by all of them would be read on
     # streams that do not wait for the stream that it was copied on.
     constants = max_norm = settings = statistics = None
@@ -60,7 +56,7 @@ def control_arguments(
         at = [0 if numbers is None else numbers.data_ptr() for numbers in known]
         statistics = work.uploads.get("statistics of checks", at, torch.int64, work.device)
     flags = None if partials is None else partials.flags_on(work.device)
-    return {
+    arguments = {
         "flags": flags if request.check else None,
         "squares": None if decision.norm is None or partials is None else partials.squares,
         "n_parts": 0 if flags is None else flags.numel(),
@@ -80,26 +76,56 @@ def control_arguments(
         "counters_out": decision.counters,
         "cause_out": decision.cause,
         "table": None if table is None else table.rows,
-        "hyper": hyper,
+        "hyper": None if table is None else hyper_table(work),
         "sums": None if sums is None else sums.each,
         "totals": None if sums is None else sums.totals,
         "h_out": h,
         "n_rows": 0 if h is None else h.shape[0],
-        "UNSCALED": request.write or request.unscaled,
-        "STATISTICS": tuple(
-            0 if check.statistics is None else check.statistics.numel() for check in checks
-        ),
-        "DROP": request.drop,
+    }
+    sizes = tuple([0 if x.statistics is None else x.statistics.numel() for x in checks])
+    unscaled = request.write or request.unscaled
+    n_terms = None if sums is None else len(sums.totals)
+    kind = "control", unscaled, sizes, request.drop, n_terms
+    variant = None if table is None else table.variants.get(kind)
+    if variant is None:
+        variant = variant_of(
+            control_kernel,
+            {
+                "UNSCALED": unscaled,
+                "STATISTICS": sizes,
+                "DROP": request.drop,
+                "N_TERMS": n_terms or 0,
+                **_constants_of_rule(work, table, has_sums=sums is not None),
+            },
+        )
+        if table is not None:
+            table.variants[kind] = variant
+    return variant, 1, arguments
+
+
+def _constants_of_rule(work: Work, table: Table | None, *, has_sums: bool) -> dict[str, Any]:
+    """The compile-time arguments of ``control_kernel`` that depend on the rule and its rows.
+
+    Args:
+        work: has the rule.
+        table: the table; ``None`` if no scalar states advance.
+        has_sums: whether the sums of ``reduce`` are known.
+    """
+    rule = work.rule
+    scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
+    first = rule is not None and rule.reduces and not has_sums
+    if rule is not None and first:
+        scalars, takes = rule.before_reduce, 3
+    return {
         "PREVIEW": first,
         "BEFORE": keep_all if rule is None else rule.before_reduce,
         "SCALARS": scalars,
         "ARGUMENTS": takes,
-        "N_HYPER": 0 if hyper is None else hyper.shape[1],
+        "N_HYPER": 0 if table is None else len(work.hyper[0]),
         "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
         "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
         "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
         "FLAG_SETS": ((),) if table is None else table.flag_sets,
-        "N_TERMS": 0 if sums is None else sums.totals.numel(),
         "COLUMNS": 8 if table is None else table.columns,
         "PARTS": PARTS,
         "ROWS": ROWS,

@@ -7,7 +7,8 @@ A compiled kernel needs none of that, and takes addresses as integers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ __all__ = [
     "THREADS",
     "TRITON_DTYPES",
     "Launcher",
+    "Variant",
     "launch",
     "launch_compiled",
-    "name_of",
     "options",
+    "variant_of",
 ]
 
 THREADS = 1 << 7
@@ -46,8 +48,49 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 }
 """Triton's name of each dtype that a gradient, parameter or state, or its codes, may have."""
 
-Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
-"""``launcher(device, kernel, programs, arguments)``, with all arguments by name."""
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A kernel and its compile-time arguments; :func:`variant_of` makes it.
+
+    Attributes:
+        kernel: a kernel made by ``language.kernel``, whose binary does not depend on the values or
+            the alignment of arguments.
+        constants: the compile-time arguments by name.
+        compiled: what Triton has compiled, by device and types of the other arguments.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The name in messages and profilers: that of the pass, or of the kernel."""
+        name = self.constants.get("PASS")
+        return self.kernel.fn.__name__ if name is None else f"{name}_kernel"
+
+    @functools.cached_property
+    def arguments(self) -> tuple[list[str], list[Any]]:
+        """The names of the arguments passed at run time, and the constants that follow them."""
+        params = self.kernel.params
+        names = [parameter.name for parameter in params if not parameter.is_constexpr]
+        return names, [self.constants[p.name] for p in params if p.is_constexpr]
+
+
+def variant_of(kernel: Any, constants: dict[str, Any]) -> Variant:
+    """The variant of ``kernel`` for compile-time arguments: one object for equal arguments."""
+    return _variant_of(kernel, tuple(constants.items()))
+
+
+@functools.cache
+def _variant_of(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Variant:
+    """See :func:`variant_of`."""
+    return Variant(kernel, dict(constants))
+
+
+Launcher = Callable[[torch.device, Variant, int, dict[str, Any]], None]
+"""``launcher(device, variant, programs, arguments)``, with the arguments of run time by name."""
 
 
 def options(warp_size: int) -> dict[str, Any]:
@@ -59,22 +102,23 @@ def options(warp_size: int) -> dict[str, Any]:
     return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
 
 
-def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Launch ``kernel`` on ``device``, or run it in Triton's interpreter.
+def launch(
+    device: torch.device, variant: Variant, programs: int, arguments: dict[str, Any]
+) -> None:
+    """Launch a kernel on ``device``, or run it in Triton's interpreter.
 
     Args:
         device: the device of the tensors among the arguments.
-        kernel: a kernel made by ``language.kernel``, whose binary does not depend on the values or
-            the alignment of arguments.
+        variant: the kernel.
         programs: the number of programs; with 0 the kernel is compiled and not run.
-        arguments: all arguments by name, with those of compile time.
+        arguments: the arguments of run time by name.
     """
     with _on(device):
         if INTERPRETED:
             if programs:  # the interpreter has nothing to compile
-                kernel[(programs,)](**arguments)
+                variant.kernel[(programs,)](**arguments, **variant.constants)
         else:
-            launch_compiled(device, kernel, programs, arguments, _options_on(device))
+            launch_compiled(device, variant, programs, arguments, _options_on(device))
 
 
 @functools.cache
@@ -97,17 +141,14 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
 def launch_compiled(
     device: torch.device,
-    kernel: Any,
+    variant: Variant,
     programs: int,
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Launch ``kernel`` on ``device``, the current device, and on its current stream.
+    """Launch a kernel on ``device``, the current device, and on its current stream.
 
     The first launch of a variant goes through Triton's ``kernel[grid]``, which compiles it and
     returns the compiled kernel; later launches call that directly. Profilers see both, through
@@ -116,38 +157,25 @@ def launch_compiled(
 
     Args:
         device: the current device.
-        kernel: see :func:`launch`.
+        variant: the kernel.
         programs: the number of programs.
-        arguments: all arguments by name, with those of compile time.
+        arguments: the arguments of run time by name.
         options: the compile options, the same for all kernels on a device.
 
     Raises:
         RuntimeError: this is the first launch of a variant, while a CUDA graph is captured.
     """
-    passed, constants = (tuple(map(arguments.__getitem__, names)) for names in _names(kernel))
-    types = tuple([v.dtype if isinstance(v, Tensor) else type(v) for v in passed])
-    variant = device, kernel, types, constants
-    compiled = _compiled.get(variant)
+    names, constants = variant.arguments
+    passed = [arguments[name] for name in names]
+    kind = (device, *[v.dtype if isinstance(v, Tensor) else type(v) for v in passed])
+    compiled = variant.compiled.get(kind)
     if compiled is not None:
         numbers = [v.data_ptr() if isinstance(v, Tensor) else v for v in passed]
         compiled[(programs, 1, 1)](*numbers, *constants)
         return
-    name = name_of(kernel, arguments)
-    refuse_while_captured(device, f"the first launch of {name}, which is compiled and loaded then")
-    compiled = kernel[(programs,)](**arguments, **options)
+    refuse_while_captured(
+        device, f"the first launch of {variant.name}, which is compiled and loaded then"
+    )
+    compiled = variant.kernel[(programs,)](**arguments, **variant.constants, **options)
     if hasattr(compiled, "__getitem__"):  # an interpreted kernel returns None
-        _compiled[variant] = compiled
-
-
-def name_of(kernel: Any, arguments: Mapping[str, Any]) -> str:
-    """The name of a launch, in messages and profilers: that of its pass, or of its kernel."""
-    return f"{arguments['PASS']}_kernel" if "PASS" in arguments else kernel.fn.__name__
-
-
-@functools.cache
-def _names(kernel: Any) -> tuple[list[str], list[str]]:
-    """The names of the arguments passed at run time, and of those of compile time after them."""
-    names: tuple[list[str], list[str]] = [], []
-    for parameter in kernel.params:
-        names[parameter.is_constexpr].append(parameter.name)
-    return names
+        variant.compiled[kind] = compiled

@@ -51,7 +51,7 @@ from ampopt_kernels.triton.chunks import (
 )
 from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
 from ampopt_kernels.triton.element_indices import indices_of, jumps_of
-from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, name_of
+from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.table import Launch, Table, state_columns
@@ -127,8 +127,8 @@ def pass_launches(
     h: Tensor | None,
     flags: Tensor | None,
     parts: Tensor | None,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of programs and the arguments of each launch of ``pass_kernel``.
+) -> Iterator[tuple[Variant, int, dict[str, Any]]]:
+    """The variant, number of programs and arguments of each launch of ``pass_kernel``.
 
     Args:
         work: the rows.
@@ -141,10 +141,10 @@ def pass_launches(
     table = Table.of(work)
     width = 0 if h is None else h.shape[1] if of.decided else 1
     kind = of.name, of.terms, of.writes, width
-    constants = table.constants.get(kind)
-    if constants is None:
-        table.constants[kind] = constants = [
-            _constants(work, of, group, width) for group in table.launches
+    variants = table.variants.get(kind)
+    if variants is None:
+        table.variants[kind] = variants = [
+            variant_of(pass_kernel, _constants(work, of, group, width)) for group in table.launches
         ]
     of_all = {
         "table": table.rows,
@@ -156,8 +156,8 @@ def pass_launches(
         "flags": flags,
         "parts": parts,
     }
-    for group, known in zip(table.launches, constants, strict=True):
-        yield group.programs, {**of_all, "first": group.start, **known}
+    for group, variant in zip(table.launches, variants, strict=True):
+        yield variant, group.programs, {**of_all, "first": group.start}
 
 
 def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
     }
 
 
-@functools.partial(kernel, name=lambda compiled: name_of(None, compiled.constants))
+@functools.partial(kernel, name=lambda compiled: f"{compiled.constants['PASS']}_kernel")
 def pass_kernel(
     table,
     blocks,

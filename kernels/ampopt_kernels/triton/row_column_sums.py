@@ -21,7 +21,7 @@ from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
-from ampopt_kernels.triton.launch import TRITON_DTYPES
+from ampopt_kernels.triton.launch import TRITON_DTYPES, Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import EVEN, Table, state_columns
 
@@ -44,13 +44,13 @@ class Lines:
         stacks: by the indices of matrices that have one shape and kind, for each term, where its
             sums are: the first sum, and the number of programs that share a line. The sums have
             the shape (matrices, programs, lines). A sharded parameter is a stack of its own.
-        launches: for each launch of ``line_kernel``, the number of programs, and the arguments that
-            are the same in each step.
+        launches: for each launch of ``line_kernel``, the variant, the number of programs, and the
+            tiles.
         size: the number of sums.
     """
 
     stacks: dict[tuple[int, ...], list[tuple[int, int]]]
-    launches: list[tuple[int, dict[str, Any]]]
+    launches: list[tuple[Variant, int, Tensor]]
     size: int
 
     def by_stack(self, work: Work, sums: Tensor, h: Tensor) -> Iterator[LineSums]:
@@ -128,12 +128,12 @@ def _divided(work: Work, table: Table) -> Lines:
         name = f"tiles of lines, launch {len(launches)}"
         constants = {
             **_constants(work, work.rows[own[0]], term, aligned=aligned),
-            "tiles": work.uploads.get(name, own, torch.int64, work.device),
             "SPAN": span,
             "LINES": block[0],
             "ALONG": block[1],
         }
-        launches.append((len(own) // 4, constants))
+        tiles_on_device = work.uploads.get(name, own, torch.int64, work.device)
+        launches.append((variant_of(line_kernel, constants), len(own) // 4, tiles_on_device))
     return Lines(stacks, launches, size)
 
 

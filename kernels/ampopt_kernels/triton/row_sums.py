@@ -7,18 +7,19 @@ from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.triton.launch import PARTS
+from ampopt_kernels.triton.launch import PARTS, Variant, variant_of
 from ampopt_kernels.triton.table import Table
 
-__all__ = ["sum_arguments", "sum_kernel"]
+__all__ = ["sum_kernel", "sum_launch"]
 
 
-def sum_arguments(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
-    """The arguments of ``sum_kernel``, a program for each row."""
+def sum_launch(work: Work, parts: Tensor, sums: Tensor) -> tuple[Variant, int, dict[str, Any]]:
+    """The variant, number of programs and arguments of the launch of ``sum_kernel``."""
     table = Table.of(work)
     spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
-    sizes = {"n_parts": table.n_blocks, "N_TERMS": len(parts), "PARTS": PARTS}
-    return {"parts": parts, "spans": spans, "sums": sums, **sizes}
+    arguments = {"parts": parts, "n_parts": table.n_blocks, "spans": spans, "sums": sums}
+    variant = variant_of(sum_kernel, {"N_TERMS": len(parts), "PARTS": PARTS})
+    return variant, len(work.rows), arguments
 
 
 @kernel

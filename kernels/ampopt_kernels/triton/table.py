@@ -139,7 +139,8 @@ class Table:
         lines: the :class:`~ampopt_kernels.triton.row_column_sums.Lines` that the rule averages
             over; ``None`` until they are needed.
         prepared: whether the launches of update are compiled.
-        constants: the compile-time arguments of each launch, by kind of pass; see ``passes.py``.
+        variants: what :class:`~ampopt_kernels.triton.launch.Variant` each launch has, by kind of
+            pass; see ``passes.py`` and ``control.py``.
     """
 
     rows: Tensor
@@ -157,7 +158,7 @@ class Table:
     grads_version: int
     lines: Any = None
     prepared: bool = False
-    constants: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+    variants: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def n_blocks(self) -> int:

@@ -72,7 +72,6 @@ def measure(
         scale = instance.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm).scale
 
     warmed(step, gradients.restore)
-    from ampopt_kernels.triton.launch import name_of
 
     calls: list[tuple[Any, ...]] = []
     launch = backend._launch
@@ -87,11 +86,11 @@ def measure(
     kernel_bytes = bytes_by_kernel(instance)
     rows = [_time_launch("step", step, device, sum(kernel_bytes.values()), gradients.restore)]
     programs: Counter[str] = Counter()
-    for _, kernel, n, by_name in calls:
-        programs[name_of(kernel, by_name)] += n
+    for _, variant, n, _ in calls:
+        programs[variant.name] += n
     for arguments in calls:
-        _, kernel, n, by_name = arguments
-        name = name_of(kernel, by_name)
+        _, variant, n, _ = arguments
+        name = variant.name
         # Each kind of parameter has its own launch, so split the bytes by number of programs.
         share = kernel_bytes[name] * n // programs[name]
         rows.append(_time_launch(name, functools.partial(launch, *arguments), device, share))

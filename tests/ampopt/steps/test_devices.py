@@ -199,18 +199,14 @@ class CompilerThatFails:
     def __init__(self, failing: int) -> None:
         self.failing, self.compiled = failing, set()
 
-    def __call__(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        kind = [device, kernel]
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                kind.append(value.dtype)
-            elif name.isupper():  # a compile-time one
-                kind.append(value)
+    def __call__(self, device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
+        dtypes = [value.dtype for value in arguments.values() if isinstance(value, Tensor)]
+        kind = [device, variant, *dtypes]
         if tuple(kind) not in self.compiled:
             if len(self.compiled) == self.failing:
                 raise RuntimeError("does not compile")
             self.compiled.add(tuple(kind))
-        launch(device, kernel, programs, arguments)
+        launch(device, variant, programs, arguments)
 
 
 def check_what_fails(name: str, **limits: Any) -> None:

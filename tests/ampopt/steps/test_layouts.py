@@ -326,10 +326,10 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
         os.truncate(path, 2 * n)
         return torch.from_file(str(path), shared=True, size=n, dtype=torch.float16)
 
-    def last(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def last(device: torch.device, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
         if "first" in arguments:
             arguments = {**arguments, "first": arguments["first"] + programs - 1}
-        triton.launch(device, kernel, 1, arguments)
+        triton.launch(device, variant, 1, arguments)
 
     grad = tensor("grad")
     row = ParamRow(

@@ -18,7 +18,6 @@ from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import passes as triton_passes
 from ampopt_kernels.triton import table
 from ampopt_kernels.triton.backend import Triton
-from ampopt_kernels.triton.launch import name_of
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)
@@ -28,8 +27,8 @@ def launched(work, request=None):
     """Name, number of programs, and arguments of each launch of one step."""
     launches = []
     backend = Triton(
-        lambda device, kernel, programs, arguments: launches.append(
-            (name_of(kernel, arguments), programs, arguments)
+        lambda device, variant, programs, arguments: launches.append(
+            (variant.name, programs, {**arguments, **variant.constants})
         )
     )
     run(lambda _: backend, [work], Request() if request is None else request)
@@ -107,10 +106,10 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
         patch.setattr(table, "BLOCK", 1 << 10)
         patch.setattr(triton_passes, "AHEAD", 1 << 6)
         Triton(lambda device, *launch: recorded.append(launch)).detect(work, Request())
-    ((_, programs, arguments),) = recorded
+    ((variant, programs, arguments),) = recorded
     chunk = arguments["chunk"]
     assert programs == sum(-(-n // chunk) for n in sizes)
-    assert chunk % (arguments["BLOCK"] * arguments["AHEAD"]) == 0
+    assert chunk % (variant.constants["BLOCK"] * variant.constants["AHEAD"]) == 0
     assert programs <= table.PROGRAMS + len(sizes)
     assert chunk == 1 << 12 or programs > table.PROGRAMS // 2
 
@@ -125,10 +124,10 @@ def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(mon
     """Otherwise control would already have counted the step, and changed the scale."""
     others = []
 
-    def launch(device, kernel, programs, arguments):
-        if name_of(kernel, arguments) == "update_kernel":
+    def launch(device, variant, programs, arguments):
+        if variant.name == "update_kernel":
             raise RuntimeError("the compiler failed")
-        others.append(kernel)
+        others.append(variant)
 
     monkeypatch.setattr(triton_backend, "launch", launch)
     work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
@@ -140,9 +139,9 @@ def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(mon
 def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
     updates = []
 
-    def launch(device, kernel, programs, arguments):
-        if name_of(kernel, arguments) == "update_kernel":
-            kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["coefficients"].dtype
+    def launch(device, variant, programs, arguments):
+        if variant.name == "update_kernel":
+            kind = variant, arguments["h_table"].dtype, arguments["coefficients"].dtype
             updates.append((programs, kind))
 
     monkeypatch.setattr(triton_backend, "launch", launch)

@@ -28,7 +28,7 @@ def recorded_steps(with_torch):
 
 def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
     """A first launch compiles and loads the kernel, which is not allowed in a capture."""
-    from ampopt_kernels.triton.launch import launch_compiled
+    from ampopt_kernels.triton.launch import Variant, launch_compiled
 
     class Kernel:
         fn, params = SimpleNamespace(__name__="update_kernel"), ()
@@ -41,7 +41,7 @@ def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
             return lambda: launched.append("launched")
 
     launched: list[str] = []
-    first, second = Kernel(), Kernel()
+    first, second = Variant(Kernel(), {}), Variant(Kernel(), {})
     launch_compiled(torch.device("cpu"), first, 1, {}, {})
     monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: True)
     launch_compiled(torch.device("cpu"), first, 1, {}, {})

@@ -115,8 +115,8 @@ def test_each_stack_gets_the_numbers_of_its_own_rows():
 def test_lines_are_compiled_before_anything_is_launched(monkeypatch):
     launches = []
 
-    def compiled(device, kernel, programs, arguments):
-        launches.append((kernel.fn.__name__, programs))
+    def compiled(device, variant, programs, arguments):
+        launches.append((variant.name, programs))
 
     monkeypatch.setattr(triton_backend, "launch", compiled)
     row, grad = matrix((1, 4, 4), torch.float32, 0)
