@@ -198,7 +198,7 @@ def _call(function: Function, *arguments: Any) -> Any:
 def _count_terms(function: Function, *arguments: Any) -> int:
     """The number of terms that a ``reduce`` or an ``averages`` returns."""
     result = _call(function, *arguments)
-    if not isinstance(result, tuple):
+    if not isinstance(result, tuple) or not result:
         raise function.returned(f"{described(result)}: return a tuple of terms, as (g * g,)")
     _check_blocks(function, {f"term {i}": term for i, term in enumerate(result)})
     return len(result)

@@ -29,6 +29,7 @@ number of launches depends neither on the number of tensors nor on that of group
 """
 
 import functools
+import math
 import operator
 from array import array
 from collections.abc import Sequence
@@ -306,7 +307,7 @@ def hyper_table(work: Work) -> Tensor:
                 value = value.item()  # does not synchronize
             if isinstance(value, Tensor):
                 on_device.append((variant, i, value))
-                value = 0.0
+                value = math.nan  # so that a number in its place, such as 0, is sent
             numbers.append(float(value))
     table = work.uploads.get("hyper", numbers, torch.float64, work.device, in_place=True)
     table = table.view(len(work.hyper), -1)

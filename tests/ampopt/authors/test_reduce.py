@@ -135,6 +135,11 @@ def _alone(p, g, state, h, flags):
 
 
 @jit
+def _nothing(p, g, state, h, flags):
+    return ()
+
+
+@jit
 def _passed(s, h, flags, sums):
     return s, h
 
@@ -146,7 +151,11 @@ def _plain(p, g, state, h, flags):
 
 @pytest.mark.parametrize(
     ("reduce", "message"),
-    [(_summed_already, "is elementwise"), (_alone, "return a tuple of terms")],
+    [
+        (_summed_already, "is elementwise"),
+        (_alone, "return a tuple of terms"),
+        (_nothing, "a tuple of 0: return a tuple of terms"),
+    ],
 )
 def test_a_reduce_that_is_not_as_declared_is_refused_before_the_first_step(reduce, message):
     class Wrong(ampopt.ElementwiseOptimizer):

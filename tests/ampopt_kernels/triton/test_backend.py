@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_operations import counted
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 from support.object_loops import need_object_loops, unavailable_loops
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,3 +239,13 @@ def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
     assert not calls
     Triton()
     assert calls
+
+
+def test_a_zero_in_place_of_a_hyperparameter_on_the_device_is_sent():
+    device = torch.device("meta")
+    work = Work(device, [], [], rules.sgd, [[torch.ones((), device=device), 0.5]])
+    table.hyper_table(work)
+    assert counted(lambda: table.hyper_table(work)) == {"copy": 1}  # of the tensor
+    work.refresh([], [[0.0, 0.5]])
+    assert counted(lambda: table.hyper_table(work))["copy"]
+    assert not counted(lambda: table.hyper_table(work))
