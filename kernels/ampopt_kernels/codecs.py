@@ -40,7 +40,6 @@ __all__ = [
     "decoded_each",
     "encoded",
     "encoded_each",
-    "limits",
     "pair_and_part",
     "scale_of",
     "scales_at",
@@ -120,6 +119,13 @@ class Codec:
     def has_scales(self) -> bool:
         """Whether blocks of elements have scales."""
         return self.block > 1
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The least and the greatest code; ``None`` if the dtype is not an integer."""
+        if self.dtype.is_floating_point:
+            return None
+        return float(torch.iinfo(self.dtype).min), float(torch.iinfo(self.dtype).max)
 
     @functools.cached_property
     def torch_encode(self) -> Any:
@@ -238,13 +244,6 @@ _scale_of, _bits, _key_of_pair, _uniform_part = (
 )
 
 
-def limits(codec: Codec) -> tuple[float, float] | None:
-    """The least and the greatest code; ``None`` if the dtype is not an integer."""
-    if codec.dtype.is_floating_point:
-        return None
-    return float(torch.iinfo(codec.dtype).min), float(torch.iinfo(codec.dtype).max)
-
-
 def decoded(codes: Tensor, codec: Codec, scales: Tensor | None) -> Tensor:
     """The values of a state.
 
@@ -281,7 +280,7 @@ def encoded(values: Tensor, codec: Codec, u: Tensor | float) -> tuple[Tensor, Te
         scales, reciprocals = _scale_of(blocks.amax(1))
         x = x * _spread(reciprocals, codec, x.numel())
     code = codec.torch_encode(x, torch.as_tensor(u, dtype=torch.float32, device=x.device))
-    if (range_ := limits(codec)) is not None:
+    if (range_ := codec.limits) is not None:
         low, high = range_
         code = torch.where(code > low, code, low)
         code = torch.where(code < high, code, high)

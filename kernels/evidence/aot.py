@@ -112,41 +112,41 @@ class RecordedLaunch:
         return {k: v for k, v in self._by_order.items() if v is None or k in compile_time}
 
     @property
+    def row(self) -> Any:
+        """The :class:`RowLayout` of a kernel that reads rows; else ``None``."""
+        return self.arguments.get("ROW")
+
+    @property
     def _by_order(self) -> dict[str, Any]:
         """The arguments, in the order in which the kernel takes them."""
         return {p.name: self.arguments[p.name] for p in self.kernel.params}
 
     def variant(self, case: Case) -> str:
         """The compile-time options of the kernel in one word, for the report."""
-        constants, names = self.constants, getattr(rules, case.rule).flags
-        on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
+        constants, row, names = self.constants, self.row, getattr(rules, case.rule).flags
+        on = [k.lower() for k, v in constants.items() if v is True]
         has_scale = ["scale"] * (self.arguments.get("coefficients") is not None)
         if self.name in ("update", "reduce", "line"):
-            on = [case.rule, *itertools.compress(names, constants["FLAGS"])]
+            on = [case.rule, *itertools.compress(names, row.flags)]
             on += ["masters"] if case.masters else []
             if self.name == "line":
-                on.append("rows" if constants["OF_ROWS"] else "columns")
+                on.append("rows" if row.over[constants["TERM"]] == "rows" else "columns")
         elif self.name in ("control", "sum"):
             flags = constants.get("FLAG_SETS", ((),))[0]
             given = [k for k in OPTIONAL if self.arguments.get(k) is not None]
             on = [case.rule, *itertools.compress(names, flags), *given, *on]
         elif self.name == "detect":
-            on = has_scale + on
-            on += {1: [], 2: ["norm"]}.get(len(constants["TERMS"]), ["measure"])
+            on = has_scale + ["write"] * constants["PASS"].writes
+            on += {1: [], 2: ["norm"]}.get(len(constants["PASS"].terms), ["measure"])
         else:  # accumulate
-            on = has_scale + on
-            on += ["empty"] * constants["FLAGS"][0] + ["reject"] * constants["N_H"]
-        if constants.get("STOCHASTIC"):
-            on.append("stochastic")
-        coded = itertools.compress(constants.get("DTYPES", ()), constants.get("CODECS", ()))
-        if bits := {dtype.primitive_bitwidth for dtype in coded}:
-            on.append(f"{min(bits)}_bits")
-        if constants.get("LOW"):
-            on.append("24_bit_masters")
-        if constants.get("JUMPS"):
-            on.append("columns")
-        if constants.get("ALIGNS", (2,))[0] == 1:
-            on.append("unaligned")
+            on = has_scale + ["empty"] * row.flags[0] + ["reject"] * constants["N_H"]
+        if row is not None:
+            coded = itertools.compress(row.dtypes, row.codecs)
+            on += ["stochastic"] * row.rounds
+            if bits := {dtype.primitive_bitwidth for dtype in coded}:
+                on.append(f"{min(bits)}_bits")
+            on += ["24_bit_masters"] * row.has_low_bits + ["columns"] * bool(row.jumps)
+            on += ["unaligned"] * (row.aligns[0] == 1)
         return "+".join(on) or "plain"
 
 
@@ -422,7 +422,7 @@ def compile_task(task: Task) -> Report:
     elements = constants.get("BLOCK", 1) * constants.get("AHEAD", 1)
     if launch.name == "line":
         elements = constants["LINES"] * constants["ALONG"]
-    sizes = [d.primitive_bitwidth // 8 for d in constants.get("DTYPES", ())]
+    sizes = [d.primitive_bitwidth // 8 for d in launch.row.dtypes] if launch.row else []
     return Report(
         *names,
         assembly=assembly,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.check_rule.function import Function, OwnCodec
-from ampopt_kernels.codecs import Codec, decoded, encoded, limits
+from ampopt_kernels.codecs import Codec, decoded, encoded
 
 __all__ = ["check"]
 
@@ -33,7 +33,7 @@ def _numbers(positive: bool) -> Tensor:
 
 def _check_decode(decode: Function, codec: Codec) -> None:
     """Refuse a ``decode`` that does not return 0 for code 0, and a number for the others."""
-    range_ = limits(codec)
+    range_ = codec.limits
     low, high = (-4.0, 4.0) if range_ is None else range_
     codes = torch.arange(low, high + 1, device="cpu")
     values = codec.torch_decode(codes)
@@ -91,5 +91,5 @@ def _check_undone(decode: Function, codec: Codec, *, positive: bool) -> None:
                 )
             raise decode.returned(
                 f"{back.item():g} for the code of x = {each.item():g}: it must undo encode, whose "
-                f"codes are clamped to {limits(codec) or codec.dtype}{advice}"
+                f"codes are clamped to {codec.limits or codec.dtype}{advice}"
             )

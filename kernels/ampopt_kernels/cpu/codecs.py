@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.codecs import BFLOAT16, Codec, limits, pair_and_part, scale_of
+from ampopt_kernels.codecs import BFLOAT16, Codec, pair_and_part, scale_of
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 
 __all__ = ["CODES", "CodedStates", "RandomBits", "loop"]
@@ -210,7 +210,7 @@ class CodedStates:
         code = torch_language.bind(codec.encode, LANGUAGE)(x, bits.uniform(i - 2, program))
         # A float is clamped before it becomes an integer: of others, such as inf, C++ makes any.
         program.each.append(f"auto code = {whole(code) or cast(code, torch.float32)};")
-        if (range_ := limits(codec)) is not None:
+        if (range_ := codec.limits) is not None:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")
             program.each.append(f"code = code < {high} ? code : {high};")

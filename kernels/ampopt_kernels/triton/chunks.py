@@ -53,25 +53,24 @@ def end_of(row, start, numel, chunk):
 
 
 @jit
-def streams_of(row, start, DTYPES: tl.constexpr, ALIGNS: tl.constexpr):
-    """Pointers to element ``start`` of the tensors in the first columns of a row.
+def streams_of(row, start, ROW: tl.constexpr):
+    """Pointers to element ``start`` of each stream of a row.
 
     The compiler knows no alignment of an address that was loaded, so it is stated here.
 
     Args:
         row: pointer to the row.
         start: the element; ``None`` for the first.
-        DTYPES: the dtype of each tensor.
-        ALIGNS: for each, a power of two in bytes that divides its address.
+        ROW: the :class:`RowLayout`.
     """
     streams = ()
-    for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
+    for i in tl.static_range(len(ROW.dtypes)):
+        stream = tl.load(row + i).to(tl.pointer_type(ROW.dtypes[i]))
         if start is not None:  # what is stated of a pointer is lost if 0 is added to it
             stream += start
         # `tl.constexpr(...)` must be written inside the call: assigned to a name first, it would
         # become a run-time value.
-        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
+        streams = streams + (tl.multiple_of(stream, tl.constexpr(ROW.aligns[i])),)  # pyright: ignore
     return streams
 
 
@@ -135,15 +134,12 @@ def elements_of(streams, offset, live, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def values_of(
-    elements, scales, offset, end, COMPUTE: tl.constexpr, CODECS: tl.constexpr,
-    DECODES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def values_of(elements, scales, offset, end, ROW: tl.constexpr, BLOCK: tl.constexpr):
     """The decoded values of :func:`elements_of` from ``offset`` on, in the arithmetic dtype."""
     values = ()
     for i in tl.static_range(len(elements)):
         x = elements[i]
-        if len(CODECS[i]) > 0:
-            x = decoded(x, scales, offset, end, i, CODECS, DECODES, BLOCK)
-        values = values + (x.to(COMPUTE),)
+        if ROW.codecs[i] is not None:
+            x = decoded(x, scales, offset, end, i, ROW, BLOCK)
+        values = values + (x.to(ROW.compute),)
     return values

@@ -1,86 +1,33 @@
-"""Decode and encode the states of a parameter, in the kernels that run a rule.
+"""Decode and encode the states of a parameter, in the kernels that run a rule."""
 
-Codecs are passed as compile-time tuples with an entry for each stream, as ``DTYPES`` has it:
-gradient, parameter, elementwise states, copy. ``CODECS`` has ``(block, low, high)``, where ``low``
-and ``high`` are the limits of integer codes, or ``(block,)`` for others; ``DECODES`` and
-``ENCODES`` have the functions. The entries of a stream without a codec are ``()`` and ``None``.
-"""
-
-import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
-
-from ampopt_kernels.codecs import Codec, limits, scale_of
+from ampopt_kernels.codecs import scale_of
 from ampopt_kernels.language import jit, rounded, tl
 from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_part
 
-__all__ = [
-    "arguments_of",
-    "decoded",
-    "decoding_arguments",
-    "scales_at",
-    "store_codes",
-    "uniform_of",
-]
-
-
-@functools.lru_cache(maxsize=256)  # called for each launch
-def arguments_of(codecs: tuple[Codec | None, ...], streams: int) -> Mapping[str, Any]:
-    """The compile-time arguments of a kernel for the codecs of a row's states.
-
-    Args:
-        codecs: the codec of each state.
-        streams: the number of streams; the states begin at the third.
-    """
-    of = (None, None, *codecs, *(None,) * (streams - 2 - len(codecs)))
-    arguments = {
-        "CODECS": tuple(() if c is None else (c.block, *(limits(c) or ())) for c in of),
-        "DECODES": tuple(None if c is None else c.decode for c in of),
-        "ENCODES": tuple(None if c is None else c.encode for c in of),
-        "SOURCES": _sources(codecs),
-    }
-    return MappingProxyType(arguments)  # callers share it
-
-
-def decoding_arguments(codecs: tuple[Codec | None, ...], streams: int) -> dict[str, Any]:
-    """:func:`arguments_of` for a kernel that stores no state."""
-    return {k: value for k, value in arguments_of(codecs, streams).items() if k != "ENCODES"}
-
-
-def _sources(codecs: Sequence[Codec | None]) -> str:
-    """A text that changes with the source of a codec.
-
-    Triton's cache on disk knows functions by their source only if they are arguments themselves.
-    """
-    functions = (f for codec in codecs if codec is not None for f in (codec.decode, codec.encode))
-    return "".join(getattr(function, "cache_key", "") for function in functions)
+__all__ = ["decoded", "scales_at", "store_codes", "uniform_of"]
 
 
 @jit
-def scales_at(columns, start, CODECS: tl.constexpr):
+def scales_at(columns, start, ROW: tl.constexpr):
     """Pointers to the scales of a chunk's first block, one for each stream.
 
     Args:
         columns: pointer into the table of addresses, to the column of the first state's scales.
         start: the first element of the chunk.
-        CODECS: see the module.
+        ROW: the :class:`RowLayout`.
     """
     pointers = ()
-    for i in tl.static_range(len(CODECS)):
-        if len(CODECS[i]) > 0:
+    for i in tl.static_range(len(ROW.codecs)):
+        if ROW.codecs[i] is not None:
             pointer = tl.load(columns + i - 2).to(tl.pointer_type(tl.float32))
-            pointers = pointers + (pointer + start // CODECS[i][0],)
+            pointers = pointers + (pointer + start // ROW.codecs[i].block,)
         else:
             pointers = pointers + (0,)
     return pointers
 
 
 @jit
-def decoded(
-    x, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr, DECODES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def decoded(x, scales, offset, end, INDEX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
     """Values of stream ``INDEX``, which has a codec: float32.
 
     Args:
@@ -89,12 +36,11 @@ def decoded(
         offset: the first element, counted from the beginning of the chunk.
         end: the number of elements of the chunk; ``None`` if all ``BLOCK`` elements exist.
         INDEX: the index of the stream.
-        CODECS: see the module.
-        DECODES: see the module.
+        ROW: the :class:`RowLayout`.
         BLOCK: the number of elements.
     """
-    value = DECODES[INDEX](x.to(tl.float32))  # pyright: ignore
-    SIZE: tl.constexpr = CODECS[INDEX][0]
+    value = ROW.codecs[INDEX].decode(x.to(tl.float32))
+    SIZE: tl.constexpr = ROW.codecs[INDEX].block
     if SIZE > 1:
         # A thread has at least four neighbours of one block, and loads one scale for them.
         first = offset + 4 * tl.arange(0, BLOCK // 4)
@@ -122,8 +68,8 @@ def uniform_of(indices, key, INDEX: tl.constexpr):
 
 @jit
 def store_codes(
-    stream, value, u, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr,
-    ENCODES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    stream, value, u, scales, offset, end, INDEX: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Encode and store ``BLOCK`` elements of stream ``INDEX``, and the scales of their blocks.
 
@@ -135,9 +81,7 @@ def store_codes(
         offset: the first element, counted from the beginning of the chunk.
         end: the number of elements of the chunk; ``None`` if all ``BLOCK`` elements exist.
         INDEX: the index of the stream.
-        CODECS: see the module.
-        ENCODES: see the module.
-        DTYPE: dtype of the codes.
+        ROW: the :class:`RowLayout`.
         BLOCK: the number of elements.
     """
     at = offset + tl.arange(0, BLOCK)
@@ -145,7 +89,7 @@ def store_codes(
     if end is not None:
         live = at < end
     x = value.to(tl.float32)
-    SIZE: tl.constexpr = CODECS[INDEX][0]
+    SIZE: tl.constexpr = ROW.codecs[INDEX].block
     if SIZE > 1:
         N: tl.constexpr = BLOCK // SIZE
         # As integers, the magnitudes are in the same order, with NaN above all.
@@ -163,13 +107,14 @@ def store_codes(
         if end is not None:
             is_first = is_first & (first < end)
         tl.store(scales[INDEX] + first // SIZE, own, mask=is_first)
-    code = ENCODES[INDEX](x, u)  # pyright: ignore
-    if len(CODECS[INDEX]) > 1:
-        code = tl.where(code > CODECS[INDEX][1], code, CODECS[INDEX][1])
-        code = tl.where(code < CODECS[INDEX][2], code, CODECS[INDEX][2])
-        number = code.to(tl.int32).to(DTYPE)
+    code = ROW.codecs[INDEX].encode(x, u)
+    LIMITS: tl.constexpr = ROW.codecs[INDEX].limits
+    if LIMITS is not None:
+        code = tl.where(code > LIMITS[0], code, LIMITS[0])
+        code = tl.where(code < LIMITS[1], code, LIMITS[1])
+        number = code.to(tl.int32).to(ROW.dtypes[INDEX])
     else:
-        number = rounded(code, DTYPE)
+        number = rounded(code, ROW.dtypes[INDEX])
     tl.store(stream + at, number, mask=live)
 
 

@@ -67,8 +67,8 @@ class Variant:
     @property
     def name(self) -> str:
         """The name in messages and profilers: that of the pass, or of the kernel."""
-        name = self.constants.get("PASS")
-        return self.kernel.fn.__name__ if name is None else f"{name}_kernel"
+        of = self.constants.get("PASS")
+        return self.kernel.fn.__name__ if of is None else f"{of.name}_kernel"
 
     @functools.cached_property
     def arguments(self) -> tuple[list[str], list[Any]]:

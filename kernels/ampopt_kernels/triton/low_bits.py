@@ -7,18 +7,17 @@ __all__ = ["with_master"]
 
 
 @jit
-def with_master(values, LOW: tl.constexpr, DTYPES: tl.constexpr):
+def with_master(values, ROW: tl.constexpr):
     """The parameter, or its 24-bit master; and a tuple of the states.
 
     Args:
-        values: gradient, parameter, states and, with ``LOW``, low bits, in the arithmetic dtype; or
-            the gradient alone, which is then returned in place of the parameter.
-        LOW: whether there are low bits.
-        DTYPES: the dtypes in which these are stored.
+        values: gradient, parameter, states and, if there are any, low bits, in the arithmetic
+            dtype; or the gradient alone, which is then returned in place of the parameter.
+        ROW: the :class:`RowLayout`.
     """
-    if LOW:
+    if ROW.has_low_bits:
         low = values[len(values) - 1].to(tl.int32)
-        master = joined(values[1].to(tl.float32), low, DTYPES[1] == tl.float16)
+        master = joined(values[1].to(tl.float32), low, ROW.dtypes[1] == tl.float16)
         return master.to(values[0].dtype), values[2 : len(values) - 1]
     elif len(values) > 1:
         return values[1], values[2:]

@@ -49,11 +49,12 @@ from ampopt_kernels.triton.chunks import (
     streams_of,
     values_of,
 )
-from ampopt_kernels.triton.codecs import arguments_of, scales_at, store_codes, uniform_of
+from ampopt_kernels.triton.codecs import scales_at, store_codes, uniform_of
 from ampopt_kernels.triton.element_indices import indices_of, jumps_of
-from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, Variant, variant_of
+from ampopt_kernels.triton.launch import THREADS, Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
+from ampopt_kernels.triton.row_layout import layout_of, sources_of
 from ampopt_kernels.triton.table import Launch, Table, state_columns
 
 __all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
@@ -165,28 +166,11 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
     table, row, ahead = Table.of(work), group.like, 1
     if of.name == "detect":
         row, ahead = group.gradient, AHEAD * THREADS // (row.grad_dtype.itemsize * table.block)
-    means = row.row_column_means
     return {
-        "PASS": of.name,
-        "DECIDED": of.decided,
-        "REDUCE": of.reduce,
-        "TERMS": of.terms,
-        "WRITE": of.writes,
-        "UPDATE": of.update,
-        "DRAWS": of.draws,
-        "FLAGS": row.flags,
-        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes),
-        "ALIGNS": group.aligns_of(row.dtypes),
-        "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+        "PASS": of,
+        "ROW": layout_of(row, group.aligns_of(row.dtypes), group.even, group.compute_dtype),
+        "SOURCES": sources_of(row, of.reduce, of.update),
         "N_H": width,
-        "HAS_COPY": row.copy is not None,
-        "LOW": row.low is not None,
-        "STOCHASTIC": row.rounds,
-        "KEYED": row.random_key is not None,
-        "JUMPS": len(row.indices.jumps),
-        "OVER": () if means is None else means.over,
-        "EVEN": 1 if means is None else group.even,
-        **arguments_of(row.codecs, len(row.dtypes)),
         "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
         "COLUMNS": table.columns,
         "CHUNK": None if of.name == "detect" else table.chunk,
@@ -196,7 +180,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
     }
 
 
-@functools.partial(kernel, name=lambda compiled: f"{compiled.constants['PASS']}_kernel")
+@functools.partial(kernel, name=lambda compiled: f"{compiled.constants['PASS'].name}_kernel")
 def pass_kernel(
     table,
     blocks,
@@ -208,28 +192,9 @@ def pass_kernel(
     flags,
     parts,
     PASS: tl.constexpr,
-    DECIDED: tl.constexpr,
-    REDUCE: tl.constexpr,
-    TERMS: tl.constexpr,
-    WRITE: tl.constexpr,
-    UPDATE: tl.constexpr,
-    DRAWS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    DTYPES: tl.constexpr,
-    ALIGNS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    N_H: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    LOW: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    KEYED: tl.constexpr,
-    JUMPS: tl.constexpr,
-    OVER: tl.constexpr,
-    EVEN: tl.constexpr,
-    CODECS: tl.constexpr,
-    DECODES: tl.constexpr,
-    ENCODES: tl.constexpr,
+    ROW: tl.constexpr,
     SOURCES: tl.constexpr,
+    N_H: tl.constexpr,
     SCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -240,8 +205,8 @@ def pass_kernel(
 
     With ``g = grad * inverse_scale * clip``, in the arithmetic dtype, elementwise::
 
-        parts[i, program] = sum(REDUCE(param, g, state, h, FLAGS)[i])
-        param, state = UPDATE(param, g, state, h, FLAGS)
+        parts[i, program] = sum(PASS.reduce(param, g, state, h, ROW.flags)[i])
+        param, state = PASS.update(param, g, state, h, ROW.flags)
 
     One program for each chunk. A launch has the rows of one kind: the same dtypes, flags and
     alignment. Each tensor is read once, at the address in ``table``, and stored there.
@@ -253,43 +218,19 @@ def pass_kernel(
         chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
         n_parts: the number of programs of all launches.
         coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
-            the loss scale, and the clip coefficient. Unless ``DECIDED``, one element: the loss
+            the loss scale, and the clip coefficient. Unless ``PASS.decided``, one element: the loss
             scale of the gradients; ``None`` without one.
         h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
-            wrote. Unless ``DECIDED``, one element, more than 0 to reject the gradients. ``None``
-            without such numbers.
+            wrote. Unless ``PASS.decided``, one element, more than 0 to reject the gradients.
+            ``None`` without such numbers.
         flags: float32, shape (n_parts,), written: 1 if the term "any" is true in the chunk, else 0.
             ``None`` without that term.
         parts: float64, shape (other terms, n_parts), written. Squares of a row that is not part of
             the norm are 0. ``None`` without other terms.
-        PASS: the name of the pass.
-        DECIDED: whether control has decided the step.
-        REDUCE: see :attr:`Pass.reduce`.
-        TERMS: see :attr:`Pass.terms`; as many of the terms that ``REDUCE`` returns are summed.
-        WRITE: whether to store the unscaled gradients in place of the scaled ones.
-        UPDATE: see :attr:`Pass.update`.
-        DRAWS: see :attr:`Pass.draws`.
-        FLAGS: tuple of bool, the flags of the row.
-        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy or the
-            low bits if there are any: the first columns of ``table``, in this order.
-        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
-        COMPUTE: the arithmetic dtype, float32 or float64.
+        PASS: the :class:`Pass`; as many of the terms that it computes are summed as ``terms`` has.
+        ROW: the :class:`RowLayout` of the rows.
+        SOURCES: a text that changes with the source of a function in ``PASS`` or ``ROW``.
         N_H: the number of scalars in ``h``.
-        HAS_COPY: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
-            only written.
-        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master; see
-            ``ampopt_kernels.low_bits``.
-        STOCHASTIC: whether the parameter, in bfloat16, is rounded stochastically.
-        KEYED: whether the row has a random key.
-        JUMPS: the number of gaps in the positions of a row's elements; see
-            ``ampopt_kernels.element_indices``.
-        OVER: ``"rows"`` or ``"columns"`` for each factor of a matrix: what it has one value for;
-            see ``row_column_factors.py``.
-        EVEN: a number that divides the row length of every matrix with such factors.
-        CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
-        DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
-        ENCODES: for each of ``DTYPES`` the function ``encode`` of its codec, or ``None``.
-        SOURCES: a text that changes with the source of a codec.
         SCALES: the column of ``table`` with the address of the first state's scales.
         COLUMNS: the width of ``table``.
         CHUNK: ``chunk`` as a compile-time constant, without which float64 rules would spill
@@ -297,60 +238,48 @@ def pass_kernel(
         BLOCK: elements of one load.
         AHEAD: loads that are issued before the first is used.
     """
-    if DECIDED:
+    if PASS.decided:
         if tl.load(coefficients) > 0:
             return
     program = first + tl.program_id(0)
     if CHUNK is not None:
         chunk = CHUNK
     index, row, start, numel = chunk_of(table, blocks, program, chunk, COLUMNS)
-    if DECIDED:
-        numbers = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
+    if PASS.decided:
+        numbers = numbers_of(coefficients, h_table, index, N_H, ROW.compute)
     else:
-        numbers = numbers_before(coefficients, h_table, N_H, COMPUTE)
-    streams = streams_of(row, start, DTYPES, ALIGNS)
+        numbers = numbers_before(coefficients, h_table, N_H, ROW.compute)
+    streams = streams_of(row, start, ROW)
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
-    jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
-    factors_at, place = factors_of(row, start, OVER, len(DTYPES), COMPUTE, EVEN)
-    scales = scales_at(row + SCALES, start, CODECS)
-    if KEYED:
+    jumps = jumps_of(row + COLUMNS - 6, start, ROW.jumps, CHUNK)
+    factors_at, place = factors_of(row, start, ROW)
+    scales = scales_at(row + SCALES, start, ROW)
+    if ROW.has_key:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
     tensors = streams, scales, factors_at, place, key, position, jumps
 
     end = end_of(row, start, numel, chunk)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
-    totals = _zeros(TERMS, COMPUTE, BLOCK)
+    totals = _zeros(PASS, ROW, BLOCK)
     for offset in range(0, whole, AHEAD * BLOCK):
-        totals = _with_blocks(
-            totals, tensors, numbers, offset, None, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-            DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES, ENCODES,
-            BLOCK, AHEAD,
-        )  # fmt: skip
-    if DECIDED:  # at most one block is left, and a loop would take more registers
+        totals = _with_blocks(totals, tensors, numbers, offset, None, PASS, ROW, BLOCK, AHEAD)
+    if PASS.decided:  # at most one block is left, and a loop would take more registers
         if whole < end:
-            totals = _with_blocks(
-                totals, tensors, numbers, whole, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
-                ENCODES, BLOCK, 1,
-            )  # fmt: skip
+            totals = _with_blocks(totals, tensors, numbers, whole, end, PASS, ROW, BLOCK, 1)
     else:
         for offset in range(whole, end, BLOCK):
-            totals = _with_blocks(
-                totals, tensors, numbers, offset, end, REDUCE, TERMS, WRITE, UPDATE, DRAWS, FLAGS,
-                DTYPES, COMPUTE, HAS_COPY, LOW, STOCHASTIC, OVER, EVEN, CODECS, DECODES,
-                ENCODES, BLOCK, 1,
-            )  # fmt: skip
+            totals = _with_blocks(totals, tensors, numbers, offset, end, PASS, ROW, BLOCK, 1)
     to = parts
-    for i in tl.static_range(len(TERMS)):
-        if TERMS[i] == "any":
+    for i in tl.static_range(len(PASS.terms)):
+        if PASS.terms[i] == "any":
             tl.store(flags + program, tl.max(totals[i], 0).to(tl.float32))
         else:
-            if TERMS[i] == "largest":
+            if PASS.terms[i] == "largest":
                 total = tl.max(totals[i], 0)
             else:
                 total = tl.sum(totals[i], 0)
-            if TERMS[i] == "squares":
+            if PASS.terms[i] == "squares":
                 total = tl.where(tl.load(row + COLUMNS - 3) != 0, total, 0.0)
             tl.store(to + program, total.to(tl.float64))
             to += n_parts
@@ -358,11 +287,8 @@ def pass_kernel(
 
 @jit
 def _with_blocks(
-    totals, tensors, numbers, offset, end, REDUCE: tl.constexpr, TERMS: tl.constexpr,
-    WRITE: tl.constexpr, UPDATE: tl.constexpr, DRAWS: tl.constexpr, FLAGS: tl.constexpr,
-    DTYPES: tl.constexpr, COMPUTE: tl.constexpr, HAS_COPY: tl.constexpr, LOW: tl.constexpr,
-    STOCHASTIC: tl.constexpr, OVER: tl.constexpr, EVEN: tl.constexpr, CODECS: tl.constexpr,
-    DECODES: tl.constexpr, ENCODES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    totals, tensors, numbers, offset, end, PASS: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process ``AHEAD`` blocks, and return ``totals`` with their terms; see the kernel.
 
@@ -374,61 +300,60 @@ def _with_blocks(
     live = None
     if end is not None:
         live = at < end
-    N: tl.constexpr = len(DTYPES) - HAS_COPY
+    N: tl.constexpr = len(ROW.dtypes) - ROW.has_copy
+    FLAGS: tl.constexpr = ROW.flags
     loaded = ()
     for i in tl.static_range(AHEAD):
         loaded = loaded + (elements_of(streams, offset + i * BLOCK, live, N, BLOCK),)
     for i in tl.static_range(AHEAD):
-        values = values_of(loaded[i], scales, offset, end, COMPUTE, CODECS, DECODES, BLOCK)
+        values = values_of(loaded[i], scales, offset, end, ROW, BLOCK)
         # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
         grad = values[0] * inverse * clip  # pyright: ignore
-        param, state = with_master(values, LOW, DTYPES)
-        state = state + load_factors(factors_at, place, at, live, OVER, EVEN)
-        if len(TERMS) > 0:
-            terms = REDUCE(param, grad, state, h, FLAGS)  # pyright: ignore
-            totals = _with_terms(totals, terms, live, TERMS, BLOCK)
-        if WRITE:
+        param, state = with_master(values, ROW)
+        state = state + load_factors(factors_at, place, at, live, ROW)
+        if len(PASS.terms) > 0:
+            terms = PASS.reduce(param, grad, state, h, FLAGS)
+            totals = _with_terms(totals, terms, live, PASS, BLOCK)
+        if PASS.writes:
             pointers = pointers_to(streams[0], offset + i * BLOCK, live is None, BLOCK)
-            tl.store(pointers, rounded(grad, DTYPES[0]), mask=live)
-        if UPDATE is not None:
+            tl.store(pointers, rounded(grad, ROW.dtypes[0]), mask=live)
+        if PASS.update is not None:
             indices = indices_of(position, jumps, at)
-            if DRAWS:
-                new, states = UPDATE(param, grad, state, h, FLAGS, (indices, param))  # pyright: ignore
+            if PASS.draws:
+                new, states = PASS.update(param, grad, state, h, FLAGS, (indices, param))
             else:
-                new, states = UPDATE(param, grad, state, h, FLAGS)  # pyright: ignore
+                new, states = PASS.update(param, grad, state, h, FLAGS)
             outputs = (new,) + states
-            if HAS_COPY:
+            if ROW.has_copy:
                 outputs = outputs + (new,)
-            if LOW:
+            if ROW.has_low_bits:
                 u = uniform_of(indices, key, 1)
-                top, steps = split(new, u, DTYPES[1] == tl.float16)  # pyright: ignore
+                top, steps = split(new, u, ROW.dtypes[1] == tl.float16)  # pyright: ignore
                 outputs = (top,) + states + (steps,)
             for k in tl.static_range(1, 1 + len(outputs)):
-                if len(CODECS[k]) > 0:
-                    store_codes(
-                        streams[k], outputs[k - 1], uniform_of(indices, key, k), scales, offset,
-                        end, k, CODECS, ENCODES, DTYPES[k], BLOCK,
-                    )  # fmt: skip
+                if ROW.codecs[k] is not None:
+                    u = uniform_of(indices, key, k)
+                    store_codes(streams[k], outputs[k - 1], u, scales, offset, end, k, ROW, BLOCK)
                 else:
                     value = outputs[k - 1]
-                    if STOCHASTIC and k == 1:
+                    if ROW.rounds and k == 1:
                         value = rounded_stochastically(value, indices, key)
-                    tl.store(streams[k] + at, rounded(value, DTYPES[k]), mask=live)
+                    tl.store(streams[k] + at, rounded(value, ROW.dtypes[k]), mask=live)
     return totals
 
 
 @jit
-def _zeros(TERMS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+def _zeros(PASS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
     """The totals of no elements: a tuple of blocks."""
     totals = ()
-    for i in tl.static_range(len(TERMS)):
-        if TERMS[i] == "squares":
+    for i in tl.static_range(len(PASS.terms)):
+        if PASS.terms[i] == "squares":
             zeros = tl.zeros((BLOCK,), tl.float64)
-        elif TERMS[i] == "sum":
+        elif PASS.terms[i] == "sum":
             zeros = tl.zeros((BLOCK // 4,), tl.float64)
-        elif TERMS[i] == "largest":
-            zeros = tl.zeros((BLOCK // 4,), COMPUTE)
-        elif TERMS[i] == "any":
+        elif PASS.terms[i] == "largest":
+            zeros = tl.zeros((BLOCK // 4,), ROW.compute)
+        elif PASS.terms[i] == "any":
             zeros = tl.zeros((BLOCK,), tl.int32)
         else:
             zeros = tl.zeros((BLOCK // 4,), tl.int32)
@@ -437,24 +362,24 @@ def _zeros(TERMS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _with_terms(totals, terms, live, TERMS: tl.constexpr, BLOCK: tl.constexpr):
+def _with_terms(totals, terms, live, PASS: tl.constexpr, BLOCK: tl.constexpr):
     """``totals`` with the terms of ``BLOCK`` more elements."""
     new = ()
-    for i in tl.static_range(len(TERMS)):
-        if TERMS[i] == "any":
+    for i in tl.static_range(len(PASS.terms)):
+        if PASS.terms[i] == "any":
             total = totals[i] | terms[i].to(tl.int32)
-        elif TERMS[i] == "squares":
+        elif PASS.terms[i] == "squares":
             # One fused operation, since some accelerators have few float64 units. The square of a
             # float32 is exact in float64, so fusing does not change the rounding.
             wide = terms[i].to(tl.float64)
             total = tl.fma(wide, wide, totals[i])
         else:
             # A thread reads at least four neighbours. It adds them to one total, to save registers.
-            if TERMS[i] == "largest":
+            if PASS.terms[i] == "largest":
                 total = tl.maximum(totals[i], tl.max(tl.reshape(terms[i], (BLOCK // 4, 4)), 1))
             else:
-                term = terms[i].to(tl.float64 if TERMS[i] == "sum" else tl.int32)
-                if live is not None and TERMS[i] == "sum":
+                term = terms[i].to(tl.float64 if PASS.terms[i] == "sum" else tl.int32)
+                if live is not None and PASS.terms[i] == "sum":
                     term = tl.where(live, term, 0.0)
                 total = totals[i] + tl.sum(tl.reshape(term, (BLOCK // 4, 4)), 1)
         new = new + (total,)

@@ -7,21 +7,14 @@ __all__ = ["factors_of", "load_factors"]
 
 
 @jit
-def factors_of(
-    row, start, OVER: tl.constexpr, COLUMN: tl.constexpr, COMPUTE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
+def factors_of(row, start, ROW: tl.constexpr):
     """Pointers to the factors of one chunk, and the position of the chunk in its matrix.
 
     Args:
-        row: pointer to the parameter's row of the table of addresses.
+        row: pointer to the parameter's row of the table of addresses. The columns of the streams
+            are followed by those of the factors, then m and n, the rows and columns of a matrix.
         start: the first element of the chunk.
-        OVER: ``"rows"`` or ``"columns"`` for each factor: what it has one value for. Empty for a
-            rule without factors.
-        COLUMN: the column of the table with the address of the first factor. The last factor's
-            column is followed by m and n, the rows and columns of a matrix.
-        COMPUTE: the dtype of the factors.
-        EVEN: a number that divides n.
+        ROW: the :class:`RowLayout`.
 
     Returns:
         Two tuples: for each factor a pointer to its value for the row (or its first value for the
@@ -30,14 +23,16 @@ def factors_of(
     """
     pointers = ()
     place = ()
-    if len(OVER) > 0:
-        m = tl.load(row + COLUMN + len(OVER))
-        n = tl.multiple_of(tl.load(row + COLUMN + len(OVER) + 1), EVEN)
+    if len(ROW.over) > 0:
+        EVEN: tl.constexpr = ROW.even
+        columns = row + len(ROW.dtypes)
+        m = tl.load(columns + len(ROW.over))
+        n = tl.multiple_of(tl.load(columns + len(ROW.over) + 1), EVEN)
         first = start // n
         matrix = first // m
-        for i in tl.static_range(len(OVER)):
-            pointer = tl.load(row + COLUMN + i).to(tl.pointer_type(COMPUTE))
-            if OVER[i] == "rows":
+        for i in tl.static_range(len(ROW.over)):
+            pointer = tl.load(columns + i).to(tl.pointer_type(ROW.compute))
+            if ROW.over[i] == "rows":
                 pointers = pointers + (pointer + first,)
             else:
                 pointers = pointers + (tl.multiple_of(pointer + matrix * n, EVEN),)
@@ -51,7 +46,7 @@ def factors_of(
 
 
 @jit
-def load_factors(pointers, place, at, live, OVER: tl.constexpr, EVEN: tl.constexpr):
+def load_factors(pointers, place, at, live, ROW: tl.constexpr):
     """The factors of some elements of a chunk: a tuple of blocks, one for each factor.
 
     Args:
@@ -59,19 +54,19 @@ def load_factors(pointers, place, at, live, OVER: tl.constexpr, EVEN: tl.constex
         place: the chunk's position in its matrix; see :func:`factors_of`.
         at: int32 block, the elements, counted from the beginning of the chunk.
         live: bool block, which elements exist; ``None`` if all do.
-        OVER: see :func:`factors_of`.
-        EVEN: see :func:`factors_of`.
+        ROW: the :class:`RowLayout`.
     """
     blocks = ()
-    if len(OVER) > 0:
+    if len(ROW.over) > 0:
+        EVEN: tl.constexpr = ROW.even
         row0, column0, m, n = place
         rows = (column0 + at) // n
         columns = (row0 + rows) // m * n + (column0 + at) - rows * n
         # EVEN neighbours are in one row: EVEN divides n and the first element of the chunk.
         rows = tl.max_constancy(rows, EVEN)
         columns = tl.max_contiguous(tl.multiple_of(columns, EVEN), EVEN)
-        for i in tl.static_range(len(OVER)):
-            if OVER[i] == "rows":
+        for i in tl.static_range(len(ROW.over)):
+            if ROW.over[i] == "rows":
                 where = pointers[i] + rows
             else:
                 where = pointers[i] + columns

@@ -20,9 +20,10 @@ from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
-from ampopt_kernels.triton.codecs import decoding_arguments, scales_at
-from ampopt_kernels.triton.launch import TRITON_DTYPES, Variant, variant_of
+from ampopt_kernels.triton.codecs import scales_at
+from ampopt_kernels.triton.launch import Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
+from ampopt_kernels.triton.row_layout import layout_of, sources_of
 from ampopt_kernels.triton.table import EVEN, Table, state_columns
 
 __all__ = ["Lines", "line_kernel", "lines_of"]
@@ -146,22 +147,20 @@ def _constants(work: Work, row: ParamRow, term: int, *, aligned: bool) -> dict[s
         term: the index of the term that is summed.
         aligned: whether 16 bytes divide every address, and ``EVEN`` every row length.
     """
-    rule, means, n = work.rule, row.row_column_means, 2 + len(row.state) + (row.low is not None)
-    assert rule is not None and means is not None
+    rule = work.rule
+    assert rule is not None
     return {
         "RULE": rule.averages,
-        "FLAGS": row.flags,
-        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
-        "COMPUTE": TRITON_DTYPES[row.compute_dtype],
-        "ALIGNS": (16 if aligned else 1,) * n,
-        **decoding_arguments(row.codecs, n),
-        "LOW": row.low is not None,
+        "ROW": layout_of(
+            row,
+            (16 if aligned else 1,) * len(row.dtypes),
+            EVEN if aligned else 1,
+            row.compute_dtype,
+        ),
+        "SOURCES": sources_of(row),
         "N_H": rule.widths(len(work.hyper[0])).reduce,
         "TERM": term,
-        "OF_ROWS": means.over[term] == "rows",
-        "SIZES": len(row.dtypes) + len(means.over),
         "SCALES": 2 + state_columns(rule),
-        "EVEN": EVEN if aligned else 1,
         "COLUMNS": Table.of(work).columns,
     }
 
@@ -174,20 +173,11 @@ def line_kernel(
     h_table,
     sums,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    DTYPES: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    ALIGNS: tl.constexpr,
-    CODECS: tl.constexpr,
-    DECODES: tl.constexpr,
+    ROW: tl.constexpr,
     SOURCES: tl.constexpr,
-    LOW: tl.constexpr,
     N_H: tl.constexpr,
     TERM: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    SIZES: tl.constexpr,
     SCALES: tl.constexpr,
-    EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     LINES: tl.constexpr,
@@ -195,7 +185,7 @@ def line_kernel(
 ):
     """Sum one term of ``RULE`` along the lines of one tile; return at once if the step is skipped.
 
-    ``sums[line] = sum(RULE(param, grad * inverse_scale * clip, state, h, FLAGS)[TERM])`` over
+    ``sums[line] = sum(RULE(param, grad * inverse_scale * clip, state, h, ROW.flags)[TERM])`` over
     elements of the line, in float64. Writes ``sums`` only. One program for each tile.
 
     Args:
@@ -208,21 +198,11 @@ def line_kernel(
             wrote.
         sums: float64, shape (sums of all tiles,), written.
         RULE: the rule's ``averages``.
-        FLAGS: tuple of bool, the rule's flags.
-        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the low bits if
-            there are any.
-        COMPUTE: the arithmetic dtype, float32 or float64.
-        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
-        CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
-        DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
+        ROW: the :class:`RowLayout` of the rows.
         SOURCES: a text that changes with the source of a codec.
-        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master.
         N_H: the number of scalars that ``RULE`` takes as ``h``.
         TERM: the index of the term among those that ``RULE`` returns.
-        OF_ROWS: whether lines are rows; otherwise they are columns.
-        SIZES: the column of ``table`` with m, the rows of a matrix; the next has n, its columns.
         SCALES: the column of ``table`` with the address of the first state's scales.
-        EVEN: a number that divides n.
         COLUMNS: the width of ``table``.
         SPAN: elements of a line for each program, a multiple of ``ALONG``.
         LINES: lines that a program sums.
@@ -233,13 +213,16 @@ def line_kernel(
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     index = tl.load(tile)
     row = table + index * COLUMNS
-    inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, COMPUTE)
-    m = tl.load(row + SIZES)
-    n = tl.multiple_of(tl.load(row + SIZES + 1), EVEN)
+    inverse, clip, h = numbers_of(coefficients, h_table, index, N_H, ROW.compute)
+    FLAGS: tl.constexpr = ROW.flags
+    BY: tl.constexpr = ROW.even
+    sizes = row + len(ROW.dtypes) + len(ROW.over)
+    m = tl.load(sizes)
+    n = tl.multiple_of(tl.load(sizes + 1), BY)
     line = tl.multiple_of(tl.load(tile + 1), LINES) + tl.arange(0, LINES)
     begin = tl.multiple_of(tl.load(tile + 2), ALONG)
     numel = tl.load(row + COLUMNS - 1)
-    if OF_ROWS:
+    if ROW.over[TERM] == "rows":
         length = n
         step = 1
         lines = numel // n
@@ -247,11 +230,11 @@ def line_kernel(
     else:
         length = m
         step = n
-        lines = tl.multiple_of(numel // m, EVEN)
+        lines = tl.multiple_of(numel // m, BY)
         start = line + line // n * (m - 1) * n
-        start = tl.max_contiguous(tl.multiple_of(start, EVEN), EVEN)
-    streams = streams_of(row, None, DTYPES, ALIGNS)
-    scales = scales_at(row + SCALES, 0, CODECS)
+        start = tl.max_contiguous(tl.multiple_of(start, BY), BY)
+    streams = streams_of(row, None, ROW)
+    scales = scales_at(row + SCALES, 0, ROW)
     # Without a gradient, nothing is read, and the sums are 0.
     end = tl.where(tl.load(row) != 0, tl.minimum(begin + SPAN, length), begin)
     there = line < lines
@@ -261,16 +244,16 @@ def line_kernel(
         at = start[:, None] + along[None, :] * step
         live = there[:, None] & (along < end)[None, :]
         values = ()
-        for i in tl.static_range(len(DTYPES)):
+        for i in tl.static_range(len(ROW.dtypes) - ROW.has_copy):
             # A stream that no term uses costs nothing: the compiler removes the unused load.
             x = tl.load(streams[i] + at, mask=live, other=0)
-            if len(CODECS[i]) > 0:
-                x = DECODES[i](x.to(tl.float32))  # pyright: ignore
-                if CODECS[i][0] > 1:
-                    x *= tl.load(scales[i] + at // CODECS[i][0], mask=live, other=0.0)
-            values = values + (x.to(COMPUTE),)
+            if ROW.codecs[i] is not None:
+                x = ROW.codecs[i].decode(x.to(tl.float32))
+                if ROW.codecs[i].block > 1:
+                    x *= tl.load(scales[i] + at // ROW.codecs[i].block, mask=live, other=0.0)
+            values = values + (x.to(ROW.compute),)
         grad = values[0] * inverse * clip  # pyright: ignore
-        param, state = with_master(values, LOW, DTYPES)
+        param, state = with_master(values, ROW)
         term = RULE(param, grad, state, h, FLAGS)[TERM]  # pyright: ignore
         total += tl.where(live, term.to(tl.float64), 0.0)
     where = sums + tl.load(tile + 3) + tl.arange(0, LINES)

@@ -85,10 +85,10 @@ def test_every_chunk_once(plan):
         first = arguments["first"]
         for index, chunk in arguments["blocks"].view(-1, 2)[first : first + programs].tolist():
             covered.append((index, chunk))
-            assert arguments["FLAGS"] == work.rows[index].flags
+            assert arguments["ROW"].flags == work.rows[index].flags
             of, grad = work.rows[index], work.grads[index]
-            assert len(arguments["DTYPES"]) == len(of.dtypes)
-            assert is_aligned(of, grad) or max(arguments["ALIGNS"]) == 1
+            assert len(arguments["ROW"].dtypes) == len(of.dtypes)
+            assert is_aligned(of, grad) or max(arguments["ROW"].aligns) == 1
     assert sorted(covered) == [
         (i, chunk) for i, g in enumerate(work.grads) for chunk in range(-(-g.numel() // CHUNK))
     ]
@@ -226,8 +226,8 @@ def test_masters_are_read_as_many_elements_at_a_time():
     """A thread reads 16 bytes of float32 and 8 bytes of float16: the same elements of both."""
     half = row(dtype=torch.float16, master=True)
     arguments = launched(WorkPlan((half,), rules.sgd, (HYPER,)).build().work)[-1][2]
-    assert arguments["ALIGNS"] == (8, 16, 8)
-    assert arguments["HAS_COPY"]
+    assert arguments["ROW"].aligns == (8, 16, 8)
+    assert arguments["ROW"].has_copy
 
 
 def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
