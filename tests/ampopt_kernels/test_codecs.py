@@ -18,7 +18,6 @@ from ampopt_kernels.codecs import (
     Codec,
     decoded,
     encoded,
-    limits,
     uniform,
 )
 from ampopt_kernels.cpu.compiled import Compiled
@@ -83,7 +82,7 @@ def values(n, *, seed=0):
 
 @pytest.mark.parametrize("codec", BUILT_IN.values(), ids=BUILT_IN)
 def test_a_code_that_is_decoded_and_encoded_is_the_same_code(codec):
-    low, high = limits(codec) or (0, 0)
+    low, high = codec.limits or (0, 0)
     codes = torch.arange(low + (low < 0), high + 1)
     for u in (2**-16, 0.5, 1 - 2**-16):
         again = codec.torch_encode(codec.torch_decode(codes), torch.full_like(codes, u))
