@@ -22,26 +22,26 @@ def decode(code):
     return code / 127.0
 
 
-def versions():
-    """A function as it was, and as its author has edited it."""
-
+def first_version():
     @jit
     def encode(x, u):
         return tl.floor(x * 127.0 + u)
 
-    before = encode
+    return encode
 
+
+def edited_version():
     @jit
     def encode(x, u):
         return tl.floor(x * 126.0 + u)
 
-    return before, encode
+    return encode
 
 
 def test_an_edited_codec_or_rule_is_compiled_again():
     from ampopt_kernels.triton.row_layout import sources_of
 
-    before, after = versions()
+    before, after = first_version(), edited_version()
     assert sources_of(row_with(before)) == sources_of(row_with(before))
     assert sources_of(row_with(before)) != sources_of(row_with(after))
     row = ParamRow(torch.float32)
@@ -51,7 +51,7 @@ def test_an_edited_codec_or_rule_is_compiled_again():
 def test_a_layout_has_one_entry_for_each_stream():
     from ampopt_kernels.triton.row_layout import layout_of
 
-    row = row_with(versions()[0])
+    row = row_with(first_version())
     row.copy = torch.zeros(128, dtype=torch.bfloat16)
     layout = layout_of(row, (16,) * 4, 1, torch.float32)
     assert layout.dtypes == (tl.float32, tl.float32, tl.int8, tl.bfloat16)
