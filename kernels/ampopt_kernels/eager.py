@@ -131,16 +131,16 @@ class Eager(Backend):
             ),
         )
 
-    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], None]:
+    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
         """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
-        lines: list[LineSums] = []
         if self._sees_skip(decision):
-            return lines, None
+            return []
         assert work.rule is not None
-        for index, row, _, h in self._before_sums(work, work.rule, decision):
-            if row.row_column_means is not None:
-                lines.append(LineSums((index,), sums_of(work, index, h), h[2:]))
-        return lines, None
+        return [
+            LineSums((index,), sums_of(work, index, h), h[2:])
+            for index, row, _, h in self._before_sums(work, work.rule, decision)
+            if row.row_column_means is not None
+        ]
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

@@ -156,13 +156,16 @@ class Backend(ABC):
             cause=as_tensor(cause, widest(device), device) if checks else None,
         )
 
+    def taken_over(self, work: Work, decision: Decision) -> Decision:
+        """The ``decision`` of another device, with what :meth:`control` computes for ``work``."""
+        return decision
+
     @abstractmethod
-    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], Tensor | None]:
+    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
         """Sum the terms of ``rule.averages`` over rows and columns of the shards of this rank.
 
         Returns:
-            The sums of each stack, none if the host knows that the step is skipped; and
-            ``decision.h``, computed if it was ``None`` and ``averages`` needs it.
+            The sums of each stack, none if the host knows that the step is skipped.
         """
 
     @abstractmethod
@@ -212,10 +215,12 @@ def run(
         first_request, partials = _detected(backends, works, request, first_request)
     decision = backends[0].control(works[0], first_request, partials)
     if request.apply:
-        decisions = [decision] + [_on_device(decision, work.device) for work in works[1:]]
+        others = list(zip(backends, works, strict=True))[1:]
+        taken = (backend.taken_over(w, _on_device(decision, w.device)) for backend, w in others)
+        decisions = [decision, *taken]
         rule = works[0].rule
         if rule is not None and rule.averages is not None:
-            decisions = _with_lines(backends, works, decisions, request)
+            _average_lines(backends, works, decisions, request)
         if rule is not None and rule.reduces:
             parts = zip(backends, works, decisions, strict=True)
             own = [backend.reduce(work, decided) for backend, work, decided in parts]
@@ -264,26 +269,21 @@ def _on_device(decision: Decision, device: torch.device) -> Decision:
     return Decision(decision.found_inf, coefficients, unscales=decision.unscales)
 
 
-def _with_lines(
+def _average_lines(
     backends: Sequence[Backend],
     works: Sequence[Work],
     decisions: Sequence[Decision],
     request: Request,
-) -> list[Decision]:
-    """Compute the means over rows and columns of this step; see ``row_column_means``.
-
-    Returns:
-        The decisions, with the numbers that ``averages`` got.
-    """
+) -> None:
+    """Compute the means over rows and columns of this step; see ``row_column_means``."""
     each = list(zip(backends, works, decisions, strict=True))
-    results = [backend.sum_lines(work, decision) for backend, work, decision in each]
+    lines = [backend.sum_lines(work, decision) for backend, work, decision in each]
     if request.agree_on_lines is not None:
-        request.agree_on_lines(works, [stacks for stacks, _ in results])
-    for (backend, work, decision), (stacks, _) in zip(each, results, strict=True):
+        request.agree_on_lines(works, lines)
+    for (backend, work, decision), stacks in zip(each, lines, strict=True):
         skipped = None if backend.host_sees else decision.skip > 0
         for stack in stacks:
             advance(work, stack, skipped)
-    return [replace(d, h=h) for d, (_, h) in zip(decisions, results, strict=True)]
 
 
 def _on(device: torch.device, request: Request) -> Request:

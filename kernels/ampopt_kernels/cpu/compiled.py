@@ -122,7 +122,7 @@ class Compiled(Backend):
         """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""
         return all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
 
-    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], None]:
+    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
         """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
         skip, inverse, clip = decision.coefficients_on_host
         table = Table.of(work)
@@ -131,7 +131,7 @@ class Compiled(Backend):
             if "averages" in rows.kind.roles:
                 rows.before_sums(table, (inverse, clip))
                 lines += rows.sum_lines(table, work.rows)
-        return lines, None
+        return lines
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

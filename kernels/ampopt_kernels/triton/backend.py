@@ -54,10 +54,11 @@ class Triton(Backend):
         if not self._compiles or table.prepared:
             return
         h = _h_table(work, to_reduce=True)  # uninitialized, as nothing reads it
-        decision = Decision(found_inf=h, coefficients=h, h=h if decides else None)
-        compiling = self._compiling()
+        decision, compiling = Decision(found_inf=h, coefficients=h, h=h), self._compiling()
+        if not decides:
+            decision = compiling.taken_over(work, decision)
         if work.rule is not None and work.rule.averages is not None:
-            decision = replace(decision, h=compiling.sum_lines(work, decision)[1])
+            compiling.sum_lines(work, decision)
         if _reduces(work):
             sums = compiling.reduce(work, decision)
             decision = replace(decision, sums=Sums(sums, sums.new_empty(sums.shape[1])))
@@ -152,36 +153,34 @@ class Triton(Backend):
         self._launch(device, *control_launch(work, decision, request, partials))
         return decision
 
-    def sum_lines(self, work: Work, decision: Decision) -> tuple[list[LineSums], Tensor]:
+    def taken_over(self, work: Work, decision: Decision) -> Decision:
+        """See :meth:`Backend.taken_over`. Scalar states that need no sums advance here."""
+        decision = replace(decision, h=_h_table(work, to_reduce=_reduces(work)))
+        self._launch(work.device, *control_launch(work, decision))
+        return decision
+
+    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
-        lines, h = lines_of(work), self._h_to_reduce(work, decision)
+        lines, h = lines_of(work), decision.h
+        assert h is not None
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
         given = {"table": Table.of(work).rows, "h_table": h, "sums": sums}
         given["coefficients"] = decision.coefficients_on_device
         for variant, programs, tiles in lines.launches:
             self._launch(work.device, variant, programs, {**given, "tiles": tiles})
-        return list(lines.by_stack(work, sums, h)), h
-
-    def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
-        """The numbers of each row for ``reduce`` and ``averages``: float64, shape (rows, width)."""
-        if decision.h is not None:
-            return decision.h
-        h = _h_table(work, to_reduce=True)
-        self._launch(work.device, *control_launch(work, replace(decision, h=h)))
-        return h
+        return list(lines.by_stack(work, sums, h))
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows."""
-        h, n_rows = self._h_to_reduce(work, decision), len(work.rows)
-        parts = self._run(work, reduce(work), decision.coefficients_on_device, h)
-        sums = torch.empty((n_rows, len(parts)), dtype=torch.float64, device=work.device)
+        parts = self._run(work, reduce(work), decision.coefficients_on_device, decision.h)
+        sums = torch.empty((len(work.rows), len(parts)), dtype=torch.float64, device=work.device)
         self._launch(work.device, *sum_launch(work, parts, sums))
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
         h = decision.h
-        if h is None or decision.sums is not None:
+        if decision.sums is not None:
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
             self._launch(work.device, *control_launch(work, advanced))

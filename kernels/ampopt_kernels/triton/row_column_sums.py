@@ -18,7 +18,7 @@ from torch import Tensor
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
-from ampopt_kernels.step_tensors import ParamRow, Work
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.codecs import scales_at
 from ampopt_kernels.triton.launch import Variant, variant_of
@@ -97,6 +97,14 @@ def lines_of(work: Work) -> Lines:
 
 def _divided(work: Work, table: Table) -> Lines:
     """Divide the matrices of ``work`` into stacks and tiles."""
+    rule = work.rule
+    assert rule is not None
+    of_all = {
+        "RULE": rule.averages,
+        "N_H": rule.widths(len(work.hyper[0])).reduce,
+        "SCALES": 2 + state_columns(rule),
+        "COLUMNS": table.columns,
+    }
     of_kind: dict[Any, list[int]] = {}
     for index, row in enumerate(work.rows):
         own = row.row_column_means
@@ -105,64 +113,36 @@ def _divided(work: Work, table: Table) -> Lines:
             kind = (row.kind, table.aligned[index], own.over, own.shape, alone)
             of_kind.setdefault(kind, []).append(index)
     stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    tiles: dict[Any, array] = {}
+    tiles: dict[Variant, array] = {}
     size = 0
-    for (kind, aligned, over, (*batch, m, n), _), members in of_kind.items():
-        of_terms = stacks[tuple(members)] = []
+    for (_, aligned, over, (*batch, m, n), _), members in of_kind.items():
+        row, of_terms = work.rows[members[0]], []
+        stacks[tuple(members)] = of_terms
+        align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
+        layout = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
+        of_stack = {"ROW": layout, "SOURCES": sources_of(row)}
         for term, of_rows in enumerate(lines == "rows" for lines in over):
             length, lines = (n, m) if of_rows else (m, n)
             lines *= math.prod(batch)
             wide = of_rows and SHORT * SHORT * n >= table.block
             block = (SHORT, table.block // SHORT) if wide else (table.block // SHORT, SHORT)
             span = max(table.chunk // block[0], BLOCKS * block[1])
-            launch = kind, aligned and n % EVEN == 0, term, block, span
+            of_tiles = {"TERM": term, "SPAN": span, "LINES": block[0], "ALONG": block[1]}
+            variant = variant_of(line_kernel, {**of_all, **of_stack, **of_tiles})
             parts = max(1, -(-length // span))
             of_terms.append((size, parts))
             for index in members:
                 for start in range(0, parts * span, span):
                     for line in range(0, lines if length else 0, block[0]):
                         tile = index, line, start, size + line
-                        tiles.setdefault(launch, array("q")).extend(tile)
+                        tiles.setdefault(variant, array("q")).extend(tile)
                     size += lines
     launches = []
-    for (_, aligned, term, block, span), own in tiles.items():
+    for variant, own in tiles.items():
         name = f"tiles of lines, launch {len(launches)}"
-        constants = {
-            **_constants(work, work.rows[own[0]], term, aligned=aligned),
-            "SPAN": span,
-            "LINES": block[0],
-            "ALONG": block[1],
-        }
-        tiles_on_device = work.uploads.get(name, own, torch.int64, work.device)
-        launches.append((variant_of(line_kernel, constants), len(own) // 4, tiles_on_device))
+        on_device = work.uploads.get(name, own, torch.int64, work.device)
+        launches.append((variant, len(own) // 4, on_device))
     return Lines(stacks, launches, size)
-
-
-def _constants(work: Work, row: ParamRow, term: int, *, aligned: bool) -> dict[str, Any]:
-    """The compile-time arguments of ``line_kernel`` but the sizes of a tile.
-
-    Args:
-        work: has the rule.
-        row: one of the rows of the launch.
-        term: the index of the term that is summed.
-        aligned: whether 16 bytes divide every address, and ``EVEN`` every row length.
-    """
-    rule = work.rule
-    assert rule is not None
-    return {
-        "RULE": rule.averages,
-        "ROW": layout_of(
-            row,
-            (16 if aligned else 1,) * len(row.dtypes),
-            EVEN if aligned else 1,
-            row.compute_dtype,
-        ),
-        "SOURCES": sources_of(row),
-        "N_H": rule.widths(len(work.hyper[0])).reduce,
-        "TERM": term,
-        "SCALES": 2 + state_columns(rule),
-        "COLUMNS": Table.of(work).columns,
-    }
 
 
 @kernel

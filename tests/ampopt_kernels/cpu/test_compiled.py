@@ -406,7 +406,7 @@ def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> An
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
     backend.prepare(work, decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
-    (stack,), _ = backend.sum_lines(work, decision)
+    (stack,) = backend.sum_lines(work, decision)
     return own, [sums.squeeze(0) for sums in stack.sums]
 
 

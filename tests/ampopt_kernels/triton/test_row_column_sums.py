@@ -43,7 +43,7 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
     factors = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
     h = torch.ones((len(rows), rules.adafactor.widths(6).reduce), dtype=torch.float64)
     decision = Decision(torch.zeros(()), factors, h=h)
-    stacks, _ = Triton().sum_lines(work, decision)
+    stacks = Triton().sum_lines(work, decision)
     assert sorted(index for stack in stacks for index in stack.members) == [*range(len(shapes))]
     for members, sums, _ in stacks:
         for number, index in enumerate(members):
