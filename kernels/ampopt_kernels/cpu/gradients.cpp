@@ -161,52 +161,32 @@ static inline double square_and(double x, double y) {
 #endif
 }
 
-// Three halvings of eight numbers, of which ``pair(k)`` is the sum of two: number k and k + 4.
-template <typename Pair> static inline double halved(const Pair& pair) {
-    return (pair(0) + pair(2)) + (pair(1) + pair(3));
-}
-
-// The sum of the squares of one part, whose elements ``each`` is given in vectors.
-//
-// The second half of the squares is added to the first half until one number is left; a part that
-// is too short is padded with zeros. Vectors are written out, three halvings are done at a time,
-// and the next part is prefetched, so that only memory bandwidth limits the loop.
+// The sum of the squares of one part, whose elements ``each`` is given in vectors. There are as many
+// sums as processors need, so that no addition waits for the one before; at the end, the second
+// half of them is added to the first half until one is left.
 template <typename Each>
 static inline double squares(const T* x, int64_t size, const Each& each) {
-    int64_t eighth = LANES;
-    while (8 * eighth < size) eighth *= 2;
-    T padded[PART];
-    if (size < 8 * eighth) {
-        __builtin_memcpy(padded, x, size * sizeof(T));
-        __builtin_memset(padded + size, 0, (8 * eighth - size) * sizeof(T));
-        x = padded;
-    }
-    double sums[PART / 8];
-    for (int64_t i = 0; i < eighth; i += LANES) {
-        Number numbers[8][LANES];
-        for (int64_t k = 0; k < 8; ++k) {
-            const T* from = x + k * eighth + i;
-            __builtin_prefetch(from + PART);
+    constexpr int64_t SUMS = VECTOR / 2;
+    double sums[SUMS] = {};
+    const auto add = [&](const T* block) {
+        Number numbers[SUMS];
+        for (int64_t i = 0; i < SUMS; i += LANES) {
             Vector values;
-            __builtin_memcpy(&values, from, VECTOR);
+            __builtin_memcpy(&values, block + i, VECTOR);
             each(values);
-            convert(values, numbers[k]);
+            convert(values, *(Number(*)[LANES])(numbers + i));
         }
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            sums[i + lane] = halved([&](int k) {
-                const double a = numbers[k][lane], b = numbers[k + 4][lane];
-                return square_and(a, b * b);
-            });
-        }
+        for (int64_t i = 0; i < SUMS; ++i) sums[i] = square_and(numbers[i], sums[i]);
+    };
+    int64_t at = 0;
+    for (; at + SUMS <= size; at += SUMS) add(x + at);
+    if (at < size) {
+        T last[SUMS] = {};
+        __builtin_memcpy(last, x + at, (size - at) * sizeof(T));
+        add(last);
     }
-    while (eighth >= 8) {
-        const int64_t n = eighth /= 8;
-        #pragma omp simd
-        for (int64_t i = 0; i < n; ++i)
-            sums[i] = halved([&](int k) { return sums[i + k * n] + sums[i + (k + 4) * n]; });
-    }
-    while (eighth /= 2)
-        for (int64_t i = 0; i < eighth; ++i) sums[i] += sums[eighth + i];
+    for (int64_t half = SUMS / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
     return sums[0];
 }
 

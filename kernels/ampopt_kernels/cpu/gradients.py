@@ -19,7 +19,7 @@ from ampopt_kernels.native.build import Library
 __all__ = ["PART", "GradientRows"]
 
 PART = 1 << 12
-"""Elements that a thread processes at a time; their float64 squares fit the cache of a core."""
+"""Elements that a thread processes at a time."""
 _TESTS, _SQUARES, _MEASURES = range(3)
 """Values of ``LEVEL`` in ``gradients.cpp``."""
 
