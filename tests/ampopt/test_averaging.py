@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.counted_operations import counted
+from support.fixtures import either_host
 from support.local_ranks import mesh_of
 from support.optimizers import Plain
 from support.strategies import fewer
@@ -27,6 +28,8 @@ INF = float("inf")
 DECAYS = st.none() | st.sampled_from([0.0, 0.3, 0.5, 0.75, 0.999, 1.0])
 HISTORIES = st.lists(st.booleans(), min_size=1, max_size=5)
 """For each step, whether it overflows."""
+
+backend = either_host
 
 
 class Net(nn.Module):

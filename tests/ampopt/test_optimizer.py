@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.optimizers import OF_EACH_KIND, SOME_RULES, Plain, Signed, sgd
 from support.training_loops import INF, overflow
 from torch import Tensor
@@ -17,6 +18,7 @@ from ampopt.testing.bits import bits, everything
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt.testing.pretended_device import as_on_a_device
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 
 

@@ -1,12 +1,14 @@
 """Fixtures of every test: filled memory, the backend, Hypothesis profiles, processes."""
 
 import contextlib
+import functools
 import os
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal import reflection
 
 import ampopt
 from ampopt import backend as backends
@@ -26,6 +28,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.register_profile("minute", deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
+# It takes the source of a test apart to seed its examples, which takes as long as a small example.
+reflection._clean_source = functools.cache(reflection._clean_source)
 
 quick_interpreter.make_it_quick()
 # Hundreds of rules, dtypes and flags are compiled, twice as fast with few optimizations. Those of
@@ -70,10 +74,23 @@ def backend(request):
     A test may select others by ``indirect`` parameters: ``compiled``, ``eager on a device``, in
     which the host must not read tensors, and ``ON_A_GPU`` of ``support.gpus``.
     """
-    if "GPU" in request.param:
+    return _if_it_runs(request.param)
+
+
+@pytest.fixture(scope="module", params=["eager", "eager on a device"])
+def either_host(request):
+    """The backend of files about what is above backends: those differ in what the host may read.
+
+    Such a file has the line ``backend = either_host``.
+    """
+    return _if_it_runs(request.param)
+
+
+def _if_it_runs(name: str) -> str:
+    if "GPU" in name:
         skip_without_gpu()
-    skip_unless_it_runs(request.param)
-    return request.param
+    skip_unless_it_runs(name)
+    return name
 
 
 @pytest.fixture(params=["native", "python"])

@@ -34,12 +34,11 @@ def plain_interpreter() -> Iterator[None]:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "plain": ampopt.SGD,
-    "flags": lambda p: ampopt.AdamW(p, amsgrad=True, maximize=True),
-    "sums": ampopt.LAMB,
+    "sums, with masters": lambda p: ampopt.LAMB(p, master_weights=True),
     "rows and columns": ampopt.Adafactor,
-    "masters": lambda p: ampopt.RMSprop(p, momentum=0.9, master_weights=True),
-    "by chance": lambda p: ampopt.AdamW(p, param_rounding="stochastic"),
+    "flags, by chance": lambda p: ampopt.AdamW(
+        p, amsgrad=True, maximize=True, param_rounding="stochastic"
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fixtures import either_host
 from support.optimizers import SOME_RULES, HostCounted, Plain
 from support.strategies import Case, cases, fewer, powers_of_two
 from torch import Tensor
@@ -18,6 +19,7 @@ import ampopt
 from ampopt import NonFiniteGradientError, StepResult, scale_outputs
 from ampopt.testing.bits import bits, everything, state_of
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 
 INF = float("inf")

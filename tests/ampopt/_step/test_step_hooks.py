@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.optimizers import OF_EACH_KIND, SOME_RULES, HostCounted, Plain
 from support.training_loops import INF, both_ways, overflow
 from torch.nn import Parameter
@@ -16,6 +17,7 @@ from torch.optim.optimizer import (
 import ampopt
 from ampopt.testing.bits import bits, everything
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
 """For tests of what the host does, in which kernels have no part."""

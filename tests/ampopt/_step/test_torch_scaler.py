@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.optimizers import SOME_RULES, Plain, sgd
 from support.training_loops import INF, scaler_at, scaler_for
 from torch.nn import Parameter
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import bits
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
 """For tests of what the host does, in which kernels have no part."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.optimizers import Plain
 from support.training_loops import INF, both_ways, overflow, scaler_for
 from torch.nn import Parameter
@@ -14,6 +15,7 @@ from ampopt._step.by_rule import RuleStep
 from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt.testing.bits import bits, everything
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
 """For tests of what the host does, in which kernels have no part."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fixtures import either_host
 from support.gpus import DEVICE, needs_gpu, no_waiting
 from support.optimizers import BY_RULE, CLOSURE_FREE, OWN, Plain
 from support.strategies import fewer
@@ -18,6 +19,7 @@ from ampopt.testing.bits import bits, everything, state_of
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
+backend = either_host
 on_each_backend = pytest.mark.usefixtures("backend")
 each_optimizer = pytest.mark.parametrize("cls", CLOSURE_FREE)
 each_of_all = pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fixtures import either_host
 from support.optimizers import BY_RULE, CLOSURE_FREE, OWN, HostCounted
 from support.strategies import fewer
 from support.training_loops import INF, give, iterate, made, scaler_at, steps
@@ -23,6 +24,7 @@ from ampopt import DynamicLossScale, StaticLossScale
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.testing.bits import bits, everything
 
+backend = either_host
 on_each_backend = pytest.mark.usefixtures("backend")
 each_of_all = pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN])
 both_ways = pytest.mark.parametrize("unscale_first", [False, True])

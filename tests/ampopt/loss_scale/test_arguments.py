@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fixtures import either_host
 from support.optimizers import HostCounted, Plain, sgd
 from support.training_loops import INF, both_ways, overflow
 from torch import Tensor
@@ -18,6 +19,7 @@ from ampopt import StepResult, Unscaled
 from ampopt.loss_scale.arguments import as_loss_scale, request_for
 from ampopt.testing.bits import bits, everything
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +19,7 @@ from typing_extensions import Unpack
 import ampopt
 from ampopt.options import OptimizerOptions, RuleOptions
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 
 

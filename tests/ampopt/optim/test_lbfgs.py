@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fixtures import either_host
 from support.strategies import fewer, powers_of_two
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +17,7 @@ import ampopt
 from ampopt import NonFiniteGradientError, scale_outputs
 from ampopt.testing.bits import bits, everything
 
+backend = either_host
 pytestmark = pytest.mark.usefixtures("backend")
 
 INF = float("inf")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import either_host
 from support.torch_options import (
     ELEMENTWISE,
     OPTION_SETS,
@@ -43,6 +44,7 @@ each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
 DAMPENED = named("SGD", "dampening")  # the one SGD that counts its steps
 RICH_RULES = [s for s in RICH if s.name in ELEMENTWISE]
 each_rule = pytest.mark.parametrize("options", RICH_RULES, ids=str)
+backend = either_host
 every_backend = pytest.mark.usefixtures("backend")
 
 
