@@ -176,13 +176,9 @@ class Table:
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
         rows = zip(work.rows, work.grads, work.compute_dtypes, strict=True)
         for place, (row, grad, compute_dtype) in enumerate(rows):
-            tensor = grad if row.param is None else row.param
-            if tensor is None:  # an absent gradient, of a row that has nothing else
-                continue
-            if not (numel := tensor.numel()):
-                continue
-            dtypes = row.grad_dtype, compute_dtype
-            by_dtypes.setdefault(dtypes, array("q")).extend((place, numel))
+            if numel := (grad if row.param is None else row.param).numel():
+                dtypes = row.grad_dtype, compute_dtype
+                by_dtypes.setdefault(dtypes, array("q")).extend((place, numel))
         self.gradients = [GradientRows(own, to, rows) for (own, to), rows in by_dtypes.items()]
         counts = [row.in_norm for row in work.rows]
         self._counts = None if all(counts) else torch.tensor(counts, device="cpu")

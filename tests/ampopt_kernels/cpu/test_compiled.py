@@ -85,7 +85,9 @@ def filled(size: int, dtype: torch.dtype, values: Sequence[float]) -> Tensor:
 def work_of(kinds: Sequence[tuple[torch.dtype, int, bool]], values: Sequence[float]) -> Work:
     """Gradients of these dtypes and sizes, some of which are absent."""
     grads = [filled(n, dtype, values) if here else None for dtype, n, here in kinds]
-    work = Work(CPU, [ParamRow(dtype, in_norm=n != 33) for dtype, n, _ in kinds])
+    params = [torch.empty(n, dtype=dtype) for dtype, n, _ in kinds]
+    rows = [ParamRow(p.dtype, p, in_norm=p.numel() != 33) for p in params]
+    work = Work(CPU, rows)
     work.refresh(grads, (), bytearray(grad is not None for grad in grads))
     return work
 
