@@ -1,4 +1,4 @@
-"""Refuse code that one run may pass over: ``assert``, ``raise``, ``try``, ``math.sqrt(2)``."""
+"""Refuse what one run may pass over, or never ends: ``assert``, ``math.sqrt(2)``, recursion."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from traceback import FrameSummary
 from typing import Any, cast
 
-from ampopt_kernels.check_rule.function import Function, outer_names
+from ampopt_kernels.check_rule.function import Function, authored, outer_names
 
 __all__ = ["check"]
 
@@ -16,7 +16,7 @@ _LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
 
 
 def check(function: Function) -> None:
-    """Refuse ``assert``, ``raise``, ``try``, ``print``, and calls such as ``math.sqrt(2)``.
+    """Refuse ``assert``, ``raise``, ``try``, ``print``, recursion, and ``math.sqrt(2)``.
 
     Does nothing where Python has no source of the function.
 
@@ -31,13 +31,19 @@ def check(function: Function) -> None:
             continue
         outer, nodes = outer_names(fn), cast("Iterator[Any]", ast.walk(tree))
         for node in nodes:
-            if (why := _refused(node, outer)) is not None:
+            if (why := _refused(node, fn, outer)) is not None:
                 line = FrameSummary(fn.__code__.co_filename, first + node.lineno - 1, fn.__name__)
                 raise function.refused(f"a rule cannot {why}", line)
 
 
-def _refused(node: Any, outer: dict[str, Any]) -> str | None:
-    """What a rule cannot do, if ``node`` does that; ``outer`` are the names around the function."""
+def _refused(node: Any, fn: types.FunctionType, outer: dict[str, Any]) -> str | None:
+    """What a rule cannot do, if ``node`` does that.
+
+    Args:
+        node: a node of the syntax tree of ``fn``.
+        fn: a function of the rule.
+        outer: the names around the function, with their values.
+    """
     if isinstance(node, (ast.Assert, ast.Raise, ast.Try)):
         return "assert, raise or catch"
     if not isinstance(node, ast.Call):
@@ -48,6 +54,8 @@ def _refused(node: Any, outer: dict[str, Any]) -> str | None:
     if not isinstance(root, ast.Name):
         return None
     value = outer.get(root.id)
+    if hasattr(value, "fn") and fn in authored(value):
+        return "call itself"
     of_language = isinstance(value, types.ModuleType) and value.__name__ in _LANGUAGES
     known = value is None or of_language or hasattr(value, "fn") or isinstance(value, type)
     if known and root.id != "print":

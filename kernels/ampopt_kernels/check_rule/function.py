@@ -16,7 +16,15 @@ from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, WIDE, Codec
 from ampopt_kernels.cpu.expressions import Expression
 from ampopt_kernels.rule import Rule
 
-__all__ = ["Function", "OwnCodec", "described", "functions_of", "outer_names", "own_codecs"]
+__all__ = [
+    "Function",
+    "OwnCodec",
+    "authored",
+    "described",
+    "functions_of",
+    "outer_names",
+    "own_codecs",
+]
 
 _NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 """Folders of this package and of torch."""
@@ -50,7 +58,7 @@ class Function:
     @property
     def authored(self) -> Iterator[types.FunctionType]:
         """The Python functions of this one and its callees, except those of this package."""
-        return _authored(self.jitted)
+        return authored(self.jitted)
 
     def refused(
         self, message: str, line: FrameSummary | None, instead: str | None = None
@@ -163,10 +171,12 @@ def outer_names(fn: types.FunctionType) -> dict[str, Any]:
     return {name: fn.__globals__[name] for name in names & fn.__globals__.keys()} | dict(around)
 
 
-def _authored(jitted: Any) -> Iterator[types.FunctionType]:
-    """See :attr:`Function.authored`."""
-    if jitted.fn.__module__.split(".")[0] not in ("ampopt_kernels", "triton"):
-        yield jitted.fn
-        for value in outer_names(jitted.fn).values():
-            if hasattr(value, "fn") and value is not jitted:
-                yield from _authored(value)
+def authored(jitted: Any) -> Iterator[types.FunctionType]:
+    """The Python functions of ``jitted`` and of its callees, except those of this package."""
+    found, seen = [jitted], set()
+    while found:
+        fn = found.pop(0).fn
+        if fn not in seen and fn.__module__.split(".")[0] not in ("ampopt_kernels", "triton"):
+            seen.add(fn)
+            yield fn
+            found += [value for value in outer_names(fn).values() if hasattr(value, "fn")]

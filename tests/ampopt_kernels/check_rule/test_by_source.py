@@ -9,7 +9,7 @@ import torch
 from support.refused_rules import assert_refused
 
 import ampopt_kernels
-from ampopt_kernels import Rule, State, jit
+from ampopt_kernels import Rule, State, jit, tl
 
 HYPER = ("lr", "decay")
 
@@ -97,6 +97,31 @@ def calls_one_that_is_refused(p, g, state, h, flags):
 
 
 @jit
+def halved(x):
+    return tl.where(x > 1.0, halved(x * 0.5), x)  # here
+
+
+@jit
+def calls_one_that_calls_itself(p, g, state, h, flags):
+    return p - h[0] * halved(g), state
+
+
+@jit
+def odd(x):
+    return 1.0 - even(x)  # here
+
+
+@jit
+def even(x):
+    return 1.0 - odd(x)
+
+
+@jit
+def calls_two_that_call_each_other(p, g, state, h, flags):
+    return p - h[0] * odd(g), state
+
+
+@jit
 def plain(p, g, state, h, flags):
     return p - h[0] * g, state
 
@@ -138,6 +163,8 @@ def plain(p, g, state, h, flags):
             "Write tl.sqrt(x)",
         ),
         ({"update": calls_one_that_is_refused}, length, "x.norm()", "Rule(reduce=)"),
+        ({"update": calls_one_that_calls_itself}, halved, "cannot call itself", "Write a loop: "),
+        ({"update": calls_two_that_call_each_other}, odd, "cannot call itself", "Write a loop: "),
     ],
 )
 def test_what_only_some_backends_would_run_is_refused_everywhere(rule, at_fault, code, advice):
