@@ -16,6 +16,7 @@ from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.control import control_launch
 from ampopt_kernels.triton.launch import Launcher, launch
+from ampopt_kernels.triton.param_sums import sum_launch
 from ampopt_kernels.triton.passes import (
     ACCUMULATE,
     Pass,
@@ -25,7 +26,6 @@ from ampopt_kernels.triton.passes import (
     update,
 )
 from ampopt_kernels.triton.row_column_sums import lines_of
-from ampopt_kernels.triton.row_sums import sum_launch
 from ampopt_kernels.triton.table import Table, hyper_table
 
 __all__ = ["Triton"]
@@ -164,7 +164,7 @@ class Triton(Backend):
         lines, h = lines_of(work), decision.h
         assert h is not None
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
-        given = {"table": Table.of(work).rows, "h_table": h, "sums": sums}
+        given = {"table": Table.of(work).addresses, "h_table": h, "sums": sums}
         given["coefficients"] = decision.coefficients_on_device
         for variant, programs, tiles in lines.launches:
             self._launch(work.device, variant, programs, {**given, "tiles": tiles})

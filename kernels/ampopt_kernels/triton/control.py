@@ -75,7 +75,7 @@ def control_launch(
         "scale_out": decision.scale,
         "counters_out": decision.counters,
         "cause_out": decision.cause,
-        "table": None if table is None else table.rows,
+        "table": None if table is None else table.addresses,
         "hyper": None if table is None else hyper_table(work),
         "sums": None if sums is None else sums.each,
         "totals": None if sums is None else sums.totals,

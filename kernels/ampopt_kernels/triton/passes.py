@@ -148,7 +148,7 @@ def pass_launches(
             variant_of(pass_kernel, _constants(work, of, group, width)) for group in table.launches
         ]
     of_all = {
-        "table": table.rows,
+        "table": table.addresses,
         "blocks": table.blocks,
         "chunk": table.chunk,
         "n_parts": table.n_blocks,

@@ -123,8 +123,8 @@ class Table:
     """The table of addresses on the device, what it was made of, and the launches over it.
 
     Attributes:
-        rows: int64, shape (rows * columns,), on the device: the table of addresses.
-        numbers: the same on the host.
+        addresses: the table itself: int64, shape (rows * columns,), on the device.
+        on_host: the same numbers on the host.
         columns: the width of the table.
         scale_columns: how many of them are for scales, after the states' columns; 0 if no row has
             codecs.
@@ -144,8 +144,8 @@ class Table:
             pass; see ``passes.py`` and ``control.py``.
     """
 
-    rows: Tensor
-    numbers: array
+    addresses: Tensor
+    on_host: array
     columns: int
     scale_columns: int
     blocks: Tensor
@@ -183,10 +183,10 @@ class Table:
             address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
         ):
             return False
-        numbers = self.numbers[:]  # a copy, because the upload is compared with the old numbers
+        numbers = self.on_host[:]  # a copy, because the upload is compared with the old numbers
         numbers[:: self.columns] = grads
-        self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
-        self.numbers, self.grads_version = numbers, work.grads_version
+        self.addresses = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
+        self.on_host, self.grads_version = numbers, work.grads_version
         return True
 
     @staticmethod
@@ -231,8 +231,8 @@ class Table:
         launches, blocks, spans = _launches(work, kinds, [-(-size // chunk) for size in sizes])
         get, numbers = work.uploads.get, array("q", rows)
         return Table(
-            rows=get(_name("rows", work), numbers, torch.int64, work.device),
-            numbers=numbers,
+            addresses=get(_name("rows", work), numbers, torch.int64, work.device),
+            on_host=numbers,
             columns=8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps,
             scale_columns=n_scales,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),

@@ -1,4 +1,4 @@
-"""Sum what ``reduce`` wrote for each chunk over each row."""
+"""Sums over whole parameters, of what the pass ``reduce`` has written for each chunk."""
 
 from typing import Any
 
