@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt.options import GROUP_OPTIONS, needs_master
-from ampopt_kernels.rule import Kind, Rule
+from ampopt_kernels.rule import ParamKind, Rule
 
 __all__ = [
     "Hyper",
@@ -24,7 +24,7 @@ Hyper = list[list[Any]]
 """The hyperparameters of each variant, as ``Rule.hyper_values`` returns them."""
 
 
-def kind_of(group: dict[str, Any], param: Tensor) -> Kind:
+def kind_of(group: dict[str, Any], param: Tensor) -> ParamKind:
     """``(ndim, dtype)`` of ``param``, which ``Rule.entries`` takes; float32 if it has a master."""
     return param.ndim, torch.float32 if needs_master(group, param) else param.dtype
 
@@ -64,7 +64,7 @@ class Variants:
     def __init__(self, rule: Rule) -> None:
         """Start without variants; ``rule`` is the update rule."""
         self._rule = rule
-        self._variants: dict[tuple[int, Kind | None], Variant] = {}
+        self._variants: dict[tuple[int, ParamKind | None], Variant] = {}
 
     def add(
         self, groups: Sequence[dict[str, Any]], params: Iterable[tuple[int, Tensor]]
@@ -86,7 +86,7 @@ class Variants:
             found.append(variant)
         return found
 
-    def _new(self, group: dict[str, Any], kind: Kind | None) -> Variant:
+    def _new(self, group: dict[str, Any], kind: ParamKind | None) -> Variant:
         """The variant of the parameters of ``kind`` in ``group``."""
         rule = self._rule
         flags = rule.flag_values(group, kind)

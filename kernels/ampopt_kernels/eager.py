@@ -310,7 +310,7 @@ def _advance(
 
 
 def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[Any, ...]]:
-    """The same on Python numbers, each row by itself; where the host knows that no step is skipped.
+    """What :func:`_advance` does, on Python numbers, and each row by itself: no step is skipped.
 
     Functions of torch round differently in vectors than alone.
     """

@@ -74,4 +74,4 @@ static inline void indices_of(
     }
 }
 """
-"""The same in C++. ``numbers`` are period, phase and size of each jump."""
+"""C++ that computes indices; ``numbers`` are period, phase and size of each jump."""

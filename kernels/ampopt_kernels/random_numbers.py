@@ -153,7 +153,7 @@ static inline float uniform(float seed, float step, uint64_t position) {
     return int32_t(random_bits(position, bits(step), bits(seed)) >> 8) * 0x1p-24f;
 }
 """
-"""The same in C++; ``uniform`` is :func:`rand` for one element.
+"""These functions in C++; ``uniform`` is :func:`rand` for one element.
 
 :func:`element_bits` is ``mixed(uint32_t(position) ^ key_at(position, key))``.
 """

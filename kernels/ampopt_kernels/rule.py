@@ -14,9 +14,9 @@ from ampopt_kernels.codecs import BFLOAT16, SIGNED, Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
 from ampopt_kernels.state import MASTER, PARAM, State, conditions_of
 
-__all__ = ["MASTER", "PARAM", "Kind", "Rule", "State", "call_scalars"]
+__all__ = ["MASTER", "PARAM", "ParamKind", "Rule", "State", "call_scalars"]
 
-Kind = tuple[int, torch.dtype]
+ParamKind = tuple[int, torch.dtype]
 """Number of dimensions of a parameter, and its dtype, or that of its master weight."""
 
 
@@ -268,7 +268,9 @@ class Rule:
             return self
         return replace(self, scalars=self.scalars64, scalars64=None)
 
-    def flag_values(self, group: Mapping[str, Any], kind: Kind | None = None) -> tuple[bool, ...]:
+    def flag_values(
+        self, group: Mapping[str, Any], kind: ParamKind | None = None
+    ) -> tuple[bool, ...]:
         """The value of each flag for the parameters of one ``kind`` in a param group.
 
         Reads no device tensor.
@@ -295,7 +297,7 @@ class Rule:
         return tuple(flags)
 
     def hyper_values(
-        self, group: Mapping[str, Any], kind: Kind | None = None
+        self, group: Mapping[str, Any], kind: ParamKind | None = None
     ) -> list[float | Tensor]:
         """The hyperparameters of a param group, in the order of ``h``, tuples flattened.
 
@@ -349,7 +351,7 @@ class Rule:
         """
         return _codecs(self, flags, bits)
 
-    def entries_for(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+    def entries_for(self, group: Mapping[str, Any], kind: ParamKind) -> Mapping[str, Any]:
         """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
         if self.entries is None:
             return group

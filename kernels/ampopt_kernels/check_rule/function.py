@@ -139,8 +139,8 @@ class OwnCodec(NamedTuple):
     Attributes:
         codec: the codec.
         positive: whether no number of the state is below 0.
-        encode: its function of that name.
-        decode: the other.
+        encode: the function ``encode`` of the codec.
+        decode: its function ``decode``.
     """
 
     codec: Codec

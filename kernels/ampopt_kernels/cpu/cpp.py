@@ -78,7 +78,7 @@ class Kind(NamedTuple):
         return self.rounds or bool(self.codecs) or LOW_BITS in self.dtypes
 
     @property
-    def placed(self) -> bool:
+    def has_indices(self) -> bool:
         """Whether a row needs the indices of its elements, from which random numbers follow."""
         return self.has_random_key or self.rule.draws
 
@@ -95,7 +95,7 @@ class Kind(NamedTuple):
         if role == "reduce":
             return 2 + widths.reduce
         of_indices = 1 + 2 * self.has_random_key + element_indices.NUMBERS * self.jumps
-        return 2 + widths.update + of_indices * self.placed
+        return 2 + widths.update + of_indices * self.has_indices
 
     @property
     def roles(self) -> "dict[str, Callable[[Kind], str]]":
@@ -130,12 +130,12 @@ def source_of(kind: Kind) -> str:
     head = loops.TABLE.format(
         tensors=kind.n_tensors,
         scalars=len(kind.scalar_dtypes),
-        placed=str(kind.placed).lower(),
+        has_indices=str(kind.has_indices).lower(),
         jumps=element_indices.NUMBERS * kind.jumps,
         worth_threads=WORTH_THREADS,
     )
     parts = [_preamble(), head]
-    parts += [random_numbers.CPP] * kind.placed + [element_indices.CPP] * bool(kind.jumps)
+    parts += [random_numbers.CPP] * kind.has_indices + [element_indices.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 
 
@@ -192,7 +192,7 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
     if stores:
         program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
         to_store = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
-        if kind.placed:
+        if kind.has_indices:
             of_indices = ["row[FIRST]"]
             if kind.has_random_key:  # in halves, as float64 does not hold every int64
                 key = "*(uint64_t*)row[KEY]"
@@ -206,7 +206,7 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
         inputs=", ".join(inputs),
         n_hyper=kind.n_hyper,
         width=2 + len(results),
-        placed=str(bool(of_indices)).lower(),
+        has_indices=str(bool(of_indices)).lower(),
         statements="\n            ".join(program.before),
         stores="\n        ".join(to_store),
     )
@@ -334,7 +334,7 @@ def _update(kind: Kind) -> str:
     elements = _Elements(kind, width, block)
     program, coded, low, dtypes = elements.program, elements.coded, elements.low, elements.dtypes
     statements, arguments = elements.statements, elements.arguments
-    if kind.placed:
+    if kind.has_indices:
         program.index = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         if kind.jumps:

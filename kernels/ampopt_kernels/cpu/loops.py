@@ -63,7 +63,7 @@ TABLE = """
 // place of the gradient; then scalar states; then these.
 constexpr int64_t TENSORS = {tensors}, NUMEL = TENSORS + {scalars}, VARIANT = NUMEL + 1;
 constexpr int64_t FIRST = VARIANT + 1, KEY = FIRST + 1, JUMPS = KEY + 1;
-constexpr int64_t COLUMNS = {placed} ? JUMPS + {jumps} : FIRST;
+constexpr int64_t COLUMNS = {has_indices} ? JUMPS + {jumps} : FIRST;
 
 // The tensors of a row, with its gradient.
 struct Tensors {{
@@ -91,7 +91,7 @@ static void compute(
         if (!grads[row[0]]) continue;
         const double inputs[] = {{{inputs}}};
         const double* h = hyper + row[VARIANT] * {n_hyper};
-        if ({placed} || row[VARIANT] != last_variant ||
+        if ({has_indices} || row[VARIANT] != last_variant ||
             __builtin_memcmp(inputs, last, sizeof inputs)) {{
             __builtin_memcpy(last, inputs, sizeof inputs);
             last_variant = row[VARIANT];

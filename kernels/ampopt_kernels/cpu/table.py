@@ -103,7 +103,7 @@ class KindTable:
             yield addresses(list(scalars))
         yield [row.param.numel() for row in rows if row.param is not None]
         yield [row.variant for row in rows]
-        if self.kind.placed:
+        if self.kind.has_indices:
             yield [row.indices.first for row in rows]
             yield addresses([row.random_key for row in rows])
             yield from zip(*(chain(*row.indices.jumps) for row in rows), strict=True)
@@ -238,4 +238,4 @@ def _kind(work: Work, row: ParamRow) -> Kind:
         row.rounds,
         row.codecs if row.is_coded else (),
     )
-    return kind._replace(jumps=len(row.indices.jumps)) if kind.placed else kind
+    return kind._replace(jumps=len(row.indices.jumps)) if kind.has_indices else kind

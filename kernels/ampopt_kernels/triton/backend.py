@@ -87,10 +87,8 @@ class Triton(Backend):
         compiling = self._compiling()
         partials = compiling.detect(work, request)
         if decides:
-            if request.agree is not None and request.check:
-                request = replace(
-                    request, found_inf=None
-                )  # the ranks' common flag includes this one
+            if request.agree is not None and request.check:  # the flag of the ranks includes it
+                request = replace(request, found_inf=None)
             compiling.control(work, request, partials)
         self._prepared.add(kind)
 

@@ -215,7 +215,7 @@ def control_kernel(
             in it, and are updated in place unless ``PREVIEW``.
         hyper: float64, shape (variants, N_HYPER): the hyperparameters of each variant.
         sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; ``None`` without terms.
-        totals: float64, shape (N_TERMS,): the same summed over all parameters; or ``None``.
+        totals: float64, shape (N_TERMS,): the sums over all parameters; or ``None``.
         h_out: float64, shape (n_rows, width of h); ``None`` if the scalar states of the rows do
             not advance.
         n_rows: the number of rows.
