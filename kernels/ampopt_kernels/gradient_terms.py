@@ -6,8 +6,17 @@ sum to which a gradient is added, and ``g`` the gradient, unscaled.
 """
 
 from ampopt_kernels.language import jit, tl
+from ampopt_kernels.rule import Rule
 
-__all__ = ["FLUSHED", "MEASURES", "added", "found_in", "overflow_of", "overflows_when_added"]
+__all__ = [
+    "ACCUMULATION",
+    "FLUSHED",
+    "MEASURES",
+    "added",
+    "found_in",
+    "overflow_of",
+    "overflows_when_added",
+]
 
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
@@ -28,7 +37,7 @@ def found_in(p, g, state, h, flags):
     is_finite = magnitude < float("inf")
     finite = tl.where(is_finite, magnitude, 0.0)
     is_nonzero = finite > 0
-    return is_finite == 0, g, finite, is_nonzero, is_nonzero & (finite <= 2.0**-25)
+    return ~is_finite, g, finite, is_nonzero, is_nonzero & (finite <= 2.0**-25)
 
 
 @jit
@@ -76,5 +85,17 @@ def overflow_of(p, g, new, flags):
     is_fine = tl.abs(g) < float("inf")
     if not EMPTY:
         was_finite = tl.abs(p) < float("inf")
-        is_fine = is_fine & ((tl.abs(new) < float("inf")) | (was_finite == 0))
-    return is_fine == 0
+        is_fine = is_fine & ((tl.abs(new) < float("inf")) | ~was_finite)
+    return ~is_fine
+
+
+@jit
+def _keep(s, h, flags, sums):
+    """There are no scalar states and no hyperparameters."""
+    return s, h
+
+
+ACCUMULATION = Rule(
+    update=added, reduce=overflows_when_added, scalars=_keep, hyper=(), flags=("empty",)
+)
+"""Accumulate as a rule, whose parameters are the sums."""

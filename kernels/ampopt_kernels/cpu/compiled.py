@@ -17,10 +17,11 @@ from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.cpu.table import Table
 from ampopt_kernels.eager import accumulate_gradients
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.gradient_terms import MEASURES
+from ampopt_kernels.gradient_terms import ACCUMULATION, MEASURES
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
@@ -60,9 +61,19 @@ class Compiled(Backend):
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
+        assert work.rule is not None
+        self._make_kinds(work, work.rule)
+
+    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
+        """See :meth:`Backend.prepare_decision`. Waits for the compiler at a first accumulate."""
+        if request.accumulate:
+            self._make_kinds(work, ACCUMULATION)
+
+    def _make_kinds(self, work: Work, rule: Rule) -> None:
+        """Compile ``rule`` for the rows of ``work``, unless it is."""
         table = Table.of(work)
         if table.kinds is None:
-            self._try(functools.partial(table.make_kinds, work))
+            self._try(functools.partial(table.make_kinds, work, rule))
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.
@@ -84,7 +95,10 @@ class Compiled(Backend):
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
         if request.accumulate:
-            return accumulate_gradients(work, request, host_sees=True)
+            is_rejected = request.found_inf is not None and request.found_inf.item() > 0
+            if is_rejected or Table.of(work).kinds is None:
+                return accumulate_gradients(work, request, host_sees=True)
+            return self._accumulate(work, request)
         scale = request.grad_scale
         inverse = 1.0 if scale is None else reciprocal(scale.item())
         table, n, flags = Table.of(work), len(work.rows), bytearray(len(work.rows))
@@ -117,6 +131,20 @@ class Compiled(Backend):
             _unscale(work.present_grads, inverse)
         no_flags = finite and squares is None
         return Partials([] if no_flags else list(map(bool, flags)), squares, reports)
+
+    def _accumulate(self, work: Work, request: Request) -> Partials:
+        """Add the unscaled gradients to their sums; see :meth:`Backend.detect`."""
+        table, n = Table.of(work), len(work.rows)
+        coefficients = 1.0 if request.scale is None else reciprocal(request.scale.item()), 1.0
+        overflows = torch.zeros(n, 1, dtype=torch.float64, device="cpu")
+        for rows in table.kinds or ():
+            rows.before_sums(table, coefficients)
+            rows.reduce(table, overflows)
+            at = overflows.data_ptr()
+            rows.update(table, coefficients, (at, at), unscales=False)
+        flags = [count > 0 for count in overflows.view(-1).tolist()]
+        reports = (GradientReport(flags, range(n), work.owners),) if any(flags) else ()
+        return Partials(flags, None, reports)
 
     def _are_finite(self, table: Table, inverse: float, flags: bytearray) -> bool:
         """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""

@@ -79,6 +79,8 @@ def cast(x: Any, dtype: torch.dtype) -> str:
     if not isinstance(x, Expression):
         return f"({C_TYPES[dtype]}){_literal(float(x))}"
     x.used = True
+    if x.dtype == torch.bool:  # compilers make vectors of this, not of a conversion
+        return f"({x.name} ? ({C_TYPES[dtype]})1 : ({C_TYPES[dtype]})0)"
     return x.name if x.dtype == dtype else f"({C_TYPES[dtype]}){x.name}"
 
 

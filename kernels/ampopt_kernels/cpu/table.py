@@ -40,6 +40,7 @@ from ampopt_kernels.cpu.gradients import GradientRows
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import EMPTY, addresses
 from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_tensors import ParamRow, Work
 
 __all__ = ["KindTable", "Table"]
@@ -165,6 +166,8 @@ class Table:
     Attributes:
         gradients: the rows that have elements, by the dtypes of their gradients.
         kinds: all rows, by kind; ``None`` until :meth:`make_kinds`.
+        has_sizes: whether all rows have a parameter, or a sum, of which the sizes are known; else
+            they are those of the gradients.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
         hyper_at: where the hyperparameters of this step are: float64, one variant after another.
@@ -173,6 +176,7 @@ class Table:
     def __init__(self, work: Work) -> None:
         """Take the rows of ``work``, which may have no parameters."""
         self.kinds: list[KindTable] | None = None
+        self.has_sizes = all([row.param is not None for row in work.rows])
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
         rows = zip(work.rows, work.grads, work.compute_dtypes, strict=True)
         for place, (row, grad, compute_dtype) in enumerate(rows):
@@ -188,7 +192,7 @@ class Table:
     def of(work: Work) -> "Table":
         """The table of ``work``, with the gradients and hyperparameters of this step."""
         table = work.backend_rows
-        if not isinstance(table, Table) or work.rule is None:  # then sizes are those of gradients
+        if not isinstance(table, Table) or not table.has_sizes:
             work.backend_rows = table = Table(work)
         if table._grads_version != work.grads_version:
             table._take(work)
@@ -201,8 +205,12 @@ class Table:
         self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
         self._grads_version = work.grads_version
 
-    def make_kinds(self, work: Work) -> None:
+    def make_kinds(self, work: Work, rule: Rule) -> None:
         """Make :attr:`kinds`. Waits for the compiler.
+
+        Args:
+            work: the rows.
+            rule: the rule to run on them.
 
         Raises:
             Exception: as :class:`KindTable`.
@@ -213,7 +221,7 @@ class Table:
         for rows in self.gradients:
             rows.compile()
         self.kinds = [
-            KindTable(_kind(work, work.rows[members[0]]), members, work.rows)
+            KindTable(_kind(work, rule, work.rows[members[0]]), members, work.rows)
             for members in kinds.values()
         ]
 
@@ -226,15 +234,14 @@ class Table:
         return squares if self._counts is None else torch.where(self._counts, squares, 0.0)
 
 
-def _kind(work: Work, row: ParamRow) -> Kind:
-    """The kind of a row of ``work``."""
-    assert work.rule is not None
+def _kind(work: Work, rule: Rule, row: ParamRow) -> Kind:
+    """The kind of a row of ``work``, on which ``rule`` runs."""
     kind = Kind(
-        work.rule,
+        rule,
         row.flags,
         row.dtypes,
         tuple(None if scalar is None else scalar.dtype for scalar in row.scalars),
-        len(work.hyper[row.variant]),
+        len(work.hyper[row.variant]) if work.hyper else 0,
         row.rounds,
         row.codecs if row.is_coded else (),
     )

@@ -17,7 +17,7 @@ from support.kernel_rows import (
 )
 from support.strategies import fewer
 
-from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_data import Partials, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import arithmetic
 
@@ -45,7 +45,14 @@ def unscaled(grad: torch.Tensor, scale: float | None) -> torch.Tensor:
 
 def request(scale: float | None, **kwargs: Any) -> Request:
     value = None if scale is None else torch.tensor(scale)
-    return Request(scale=value, accumulate=True, **kwargs)
+    return Request(scale=value, accumulate=True, apply=False, **kwargs)
+
+
+def accumulated(engine: str, work: Work, asked: Request) -> Partials:
+    """What detect finds as it adds the gradients of ``work`` to their sums."""
+    backend = ENGINES[engine]()
+    backend.prepare_decision(work, asked, decides=True)
+    return backend.detect(work, asked)
 
 
 @each_engine
@@ -61,7 +68,7 @@ def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, be
     work, placed, grads = summing(plan, begun)
     around = [p.around() for p in placed]
     external = None if reject is None else torch.tensor(reject)
-    partials = ENGINES[engine]().detect(work, request(scale, found_inf=external))
+    partials = accumulated(engine, work, request(scale, found_inf=external))
     bad = False
     for row, grad_after, grad, number in zip(work.rows, work.grads, grads, begun, strict=False):
         new = old = torch.full_like(grad, number or 0.0, dtype=arithmetic(grad.dtype))
@@ -83,8 +90,7 @@ def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, be
 def test_two_finite_gradients_whose_sum_is_not_are_found(engine, n, dtype):
     grad, total = torch.ones(n, dtype=dtype), torch.ones(n)
     grad[-1], total[-1] = 3e38, 3e38
-    partials = ENGINES[engine]().detect(
-        Work(CPU, [ParamRow(dtype, total, flags=(False,))], [grad]), request(None)
-    )
+    work = Work(CPU, [ParamRow(dtype, total, flags=(False,))], [grad])
+    partials = accumulated(engine, work, request(None))
     assert partials.flags_on(CPU).any()
     assert total.tolist() == [2.0] * (n - 1) + [float("inf")]
