@@ -157,8 +157,8 @@ def test_find_the_layer(run, tmp_path):
 def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
     picture = tmp_path / "picture.png"
     done = run(
-        "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
-        "--state-bits", "8", "--master-bits", "24",
+        "train_text.py", "--size", "tiny", "--steps", "24", "--seeds", "2",
+        "--output", str(picture), "--state-bits", "8", "--master-bits", "24",
     )  # fmt: skip
     lines = output(done).splitlines()
     header, rows, where, spread = lines[0], lines[1:11], lines[11], lines[12]
@@ -298,10 +298,10 @@ def test_two_optimizers(run):
 
 def test_custom_lion_trains_in_both_precisions_and_on_triton(run):
     pytest.importorskip("triton")
-    done = run("custom_lion.py", "--steps", "300", TRITON_INTERPRET="1")
+    done = run("custom_lion.py", "--steps", "200", TRITON_INTERPRET="1")
     full, half, backends = output(done).splitlines()
-    assert full.startswith("Lion in float32") and full.endswith(" 0 of 300 steps skipped")
-    assert half.startswith("Lion in float16") and not half.endswith(" 0 of 300 steps skipped")
+    assert full.startswith("Lion in float32") and full.endswith(" 0 of 200 steps skipped")
+    assert half.startswith("Lion in float16") and not half.endswith(" 0 of 200 steps skipped")
     assert percentages(full)[0] > 90
     assert percentages(half)[0] > 90
     said, difference = backends.split(": ")
@@ -341,13 +341,13 @@ def test_custom_lion_without_kernels_says_what_to_do(custom_lion, monkeypatch, c
 
 def test_own_kernel_both_ways_to_skip_agree(run):
     pytest.importorskip("triton")
-    done = run("own_kernel.py", "--steps", "45", TRITON_INTERPRET="1")
+    done = run("own_kernel.py", "--steps", "30", TRITON_INTERPRET="1")
     full, by_flag, controlled, verdict = output(done).splitlines()
-    assert full.startswith("float32, plain step()") and full.endswith(" 0 of 45 steps skipped")
+    assert full.startswith("float32, plain step()") and full.endswith(" 0 of 30 steps skipped")
     assert by_flag.startswith("float16, RowNormalized")
     assert controlled.startswith("float16, Controlled")
     assert by_flag.split("accuracy")[1] == controlled.split("accuracy")[1]
-    assert not by_flag.endswith(" 0 of 45 steps skipped")
+    assert not by_flag.endswith(" 0 of 30 steps skipped")
     assert percentages(by_flag)[0] > 85
     assert verdict.startswith("both float16 runs ended with bitwise equal weights")
 

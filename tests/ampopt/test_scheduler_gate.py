@@ -138,8 +138,9 @@ def calls() -> st.SearchStrategy[list[bool | None]]:
 # --- without a gate ------------------------------------------------------------------------------
 
 
-@every_scheduler
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "name, how", [*((name, HOWS[0]) for name in MAKE), *(("StepLR", how) for how in HOWS[1:])]
+)
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
 def test_torchs_schedulers_count_attempts_and_do_not_warn(name, how, cls):
     optimizer, params = made(cls)

@@ -34,7 +34,8 @@ from ampopt.testing.bits import assert_close, bits, everything, state_of
 from ampopt_kernels.rule import MASTER
 
 pytestmark = [
-    pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),
+    # Of kernels interpreted: ampopt_kernels/passes.
+    pytest.mark.parametrize("backend", ["eager", "eager on a device", ON_A_GPU], indirect=True),
     pytest.mark.usefixtures("backend"),
 ]
 

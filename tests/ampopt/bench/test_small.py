@@ -2,13 +2,19 @@
 
 import pytest
 import torch
+from support.preloaded import python_path
 
 from ampopt.bench import __main__ as bench
 from ampopt.bench import small
 
 
-def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys):
-    """Also first steps, in processes of their own."""
+def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, with_torch):
+    """Also first steps, in processes of their own; here, in forks of one that has torch."""
+
+    def run(command, env, **_):
+        return with_torch.run(*command[1:], environment={**env, "PYTHONPATH": python_path()})
+
+    monkeypatch.setattr(small.subprocess, "run", run)
     monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
     bench.main(
         ["--small", "--device", "cpu", "--backend", "eager", "--repeats", "1", "--seconds", "0.1"]

@@ -290,11 +290,10 @@ def example(x, block=Block(), attention=attention_from_seed()):  # noqa: B008
             return [*first, x.softmax(-1)]
 
 
-# The second decomposes operators as Inductor does, and compiles no C++, which takes long.
+# It decomposes operators as Inductor does, and compiles no C++, which takes long.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager_decomp_partition"])
-def test_made_inside_of_a_compiled_function(compiler, fresh_dynamo):
-    compiled_alike(example, compiler)
+def test_made_inside_of_a_compiled_function(fresh_dynamo):
+    compiled_alike(example, "aot_eager_decomp_partition")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports

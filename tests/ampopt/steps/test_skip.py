@@ -341,8 +341,9 @@ def test_gradients_that_share_memory_are_divided_once(how, cls, by_scaler):
             ]
 
 
-@pytest.mark.parametrize("grads_scaled_by", [None, 4.0])
-@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.extend(torch.optim.SGD)])
+@pytest.mark.parametrize(
+    ("cls", "grads_scaled_by"), [(ampopt.SGD, None), (ampopt.extend(torch.optim.SGD), 4.0)]
+)
 @pytest.mark.parametrize("how", SHARED)
 def test_gradients_that_share_memory_are_clipped_once(how, cls, grads_scaled_by):
     def stepped(views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -148,7 +148,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@fewer(0.35)
+@fewer(0.25)
 @given(
     kind=st.sampled_from(["rule", "ordinary", "masters", "small"]),
     steps=STEPS,
