@@ -132,7 +132,9 @@ class RecordedLaunch:
             if self.name == "line":
                 on.append("rows" if row.over[constants["TERM"]] == "rows" else "columns")
         elif self.name in ("control", "sum"):
-            flags = constants.get("FLAG_SETS", ((),))[0]
+            advance = constants.get("ADVANCE")
+            flags = () if advance is None else advance.flag_sets[0]
+            on += ["preview"] * (advance is not None and not advance.stores)
             given = [k for k in OPTIONAL if self.arguments.get(k) is not None]
             on = [case.rule, *itertools.compress(names, flags), *given, *on]
         elif self.name == "detect":
@@ -379,7 +381,7 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
     for case in all_cases:
         for index, launch in enumerate(launches(case)):
             # Columns of a table change a number of the code.
-            columns = ("COLUMNS", "N_STATES")
+            columns = ("COLUMNS", "FIRST")
             constants = {k: v for k, v in launch.constants.items() if k not in columns}
             key = (launch.name, *launch.signature.items(), *constants.items())
             different.setdefault(key, (case, index))

@@ -1,16 +1,23 @@
 """Control: one program that decides the step and advances the scalar states."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampopt_kernels import step_decision as decide_module
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.rule import call_scalars, keep, keep_all
+from ampopt_kernels.rule import call_scalars
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, Variant, variant_of
+from ampopt_kernels.triton.launch import (
+    PARTS,
+    ROWS,
+    TRITON_DTYPES,
+    Variant,
+    sources_of,
+    variant_of,
+)
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 
 __all__ = ["control_kernel", "control_launch"]
@@ -18,6 +25,30 @@ __all__ = ["control_kernel", "control_launch"]
 RUNNING = tl.constexpr(decide_module.RUNNING)  # pyright: ignore[reportCallIssue]
 SETTINGS = tl.constexpr(decide_module.SETTINGS)  # pyright: ignore[reportCallIssue]
 WINDOW = tl.constexpr(decide_module.LONGEST_WINDOW)  # pyright: ignore[reportCallIssue]
+
+
+class Advance(NamedTuple):
+    """How the scalar states of rows advance: a compile-time argument of ``control_kernel``.
+
+    Attributes:
+        before: the rule's ``before_reduce``; called before ``scalars`` if that takes sums.
+        scalars: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
+        arguments: how many of ``(s, h, flags, sums, totals)`` ``scalars`` takes.
+        stores: whether to store the scalar states; if not, they stay as they are.
+        n_hyper: the number of hyperparameters.
+        n_terms: the number of sums that ``scalars`` takes of a row.
+        dtypes: the dtype of each scalar state.
+        flag_sets: the rule's flags, by the number that the table has for them.
+    """
+
+    before: Any
+    scalars: Any
+    arguments: int
+    stores: bool
+    n_hyper: int
+    n_terms: int
+    dtypes: tuple[Any, ...]
+    flag_sets: tuple[tuple[bool, ...], ...]
 
 
 def control_launch(
@@ -84,18 +115,22 @@ def control_launch(
     }
     sizes = tuple([0 if x.statistics is None else x.statistics.numel() for x in checks])
     unscaled = request.write or request.unscaled
-    n_terms = None if sums is None else len(sums.totals)
-    kind = "control", unscaled, sizes, request.drop, n_terms
+    kind = "control", unscaled, sizes, request.drop, sums is None
     variant = None if table is None else table.variants.get(kind)
     if variant is None:
+        advance = None if table is None else _advance_of(work, table, has_sums=sums is not None)
         variant = variant_of(
             control_kernel,
             {
                 "UNSCALED": unscaled,
                 "STATISTICS": sizes,
                 "DROP": request.drop,
-                "N_TERMS": n_terms or 0,
-                **_constants_of_rule(work, table, has_sums=sums is not None),
+                "ADVANCE": advance,
+                "SOURCES": "" if advance is None else sources_of(advance.before, advance.scalars),
+                "COLUMNS": 0 if table is None else table.columns,
+                "FIRST": 0 if table is None else 2 + state_columns(work.rule) + table.scale_columns,
+                "PARTS": PARTS,
+                "ROWS": ROWS,
             },
         )
         if table is not None:
@@ -103,33 +138,21 @@ def control_launch(
     return variant, 1, arguments
 
 
-def _constants_of_rule(work: Work, table: Table | None, *, has_sums: bool) -> dict[str, Any]:
-    """The compile-time arguments of ``control_kernel`` that depend on the rule and its rows.
-
-    Args:
-        work: has the rule.
-        table: the table; ``None`` if no scalar states advance.
-        has_sums: whether the sums of ``reduce`` are known.
-    """
-    rule = work.rule
-    scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
-    first = rule is not None and rule.reduces and not has_sums
-    if rule is not None and first:
-        scalars, takes = rule.before_reduce, 3
-    return {
-        "PREVIEW": first,
-        "BEFORE": keep_all if rule is None else rule.before_reduce,
-        "SCALARS": scalars,
-        "ARGUMENTS": takes,
-        "N_HYPER": 0 if table is None else len(work.hyper[0]),
-        "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
-        "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-        "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
-        "FLAG_SETS": ((),) if table is None else table.flag_sets,
-        "COLUMNS": 8 if table is None else table.columns,
-        "PARTS": PARTS,
-        "ROWS": ROWS,
-    }
+def _advance_of(work: Work, table: Table, *, has_sums: bool) -> Advance:
+    """How the scalar states of ``work`` advance; ``has_sums`` if those of ``reduce`` are known."""
+    rule, n_hyper = work.rule, len(work.hyper[0])
+    assert rule is not None
+    is_first = rule.reduces and not has_sums
+    return Advance(
+        before=rule.before_reduce,
+        scalars=rule.before_reduce if is_first else rule.scalars,
+        arguments=3 if is_first else rule.scalars_arguments,
+        stores=not is_first,
+        n_hyper=n_hyper,
+        n_terms=rule.widths(n_hyper).terms if has_sums else 0,
+        dtypes=tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
+        flag_sets=table.flag_sets,
+    )
 
 
 @kernel
@@ -161,17 +184,10 @@ def control_kernel(
     UNSCALED: tl.constexpr,
     STATISTICS: tl.constexpr,
     DROP: tl.constexpr,
-    PREVIEW: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SCALARS: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-    N_HYPER: tl.constexpr,
-    N_STATES: tl.constexpr,
-    N_SCALARS: tl.constexpr,
-    DTYPES: tl.constexpr,
-    FLAG_SETS: tl.constexpr,
-    N_TERMS: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    SOURCES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -179,8 +195,8 @@ def control_kernel(
 
     ``found_inf = max(flags)``, ``norm = sqrt(sum(squares))``, ``clip = min(1, max_norm / (norm +
     1e-6))``, ``scale, counters = next_scale(scale, counters, found_inf)``, and for each row
-    ``s, h = SCALARS(s, hyper)``. All arithmetic is float64. Scalar states are stored only if the
-    step is not skipped.
+    ``s, h = ADVANCE.scalars(s, hyper)``. All arithmetic is float64. Scalar states are stored only
+    if the step is not skipped.
 
     One launch of one program. ``None`` stands for what a step does not have, or does not ask for;
     another combination of these is another binary.
@@ -212,27 +228,20 @@ def control_kernel(
         cause_out: float64, one element, written if there are checks: the cause of the skip; 0 if
             the step is applied, or overflows.
         table: int64, shape (n_rows, COLUMNS); see ``table.py``. The scalar states are at addresses
-            in it, and are updated in place unless ``PREVIEW``.
-        hyper: float64, shape (variants, N_HYPER): the hyperparameters of each variant.
-        sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; ``None`` without terms.
-        totals: float64, shape (N_TERMS,): the sums over all parameters; or ``None``.
+            in it, and are updated in place if ``ADVANCE.stores``.
+        hyper: float64, shape (variants, hyperparameters): the hyperparameters of each variant.
+        sums: float64, shape (n_rows, terms): what ``sum_kernel`` wrote; ``None`` without terms.
+        totals: float64, shape (terms,): the sums over all parameters; or ``None``.
         h_out: float64, shape (n_rows, width of h); ``None`` if the scalar states of the rows do
             not advance.
         n_rows: the number of rows.
         UNSCALED: whether the gradients are unscaled by now.
         STATISTICS: for each check how many statistics it has, 0 for none.
         DROP: whether an overflow skips the step.
-        PREVIEW: whether to write ``h_out`` only, and leave the scalar states as they are.
-        BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if that takes sums.
-        SCALARS: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
-        ARGUMENTS: how many of ``(s, h, flags, sums, totals)`` ``SCALARS`` takes.
-        N_HYPER: hyperparameters of a variant.
-        N_STATES: columns of ``table`` between the parameter and the scalar states.
-        N_SCALARS: columns of ``table`` for scalar states.
-        DTYPES: tuple of dtypes, one for each scalar state.
-        FLAG_SETS: tuple of the rule's flags, by the number that ``table`` has for them.
-        N_TERMS: sums of a row that ``SCALARS`` takes.
+        ADVANCE: the :class:`Advance` of the rows; ``None`` if their scalar states do not advance.
+        SOURCES: a text that changes with the source of a function in ``ADVANCE``.
         COLUMNS: the width of ``table``.
+        FIRST: the column of ``table`` with the address of the first scalar state.
         PARTS: chunks that are read at a time.
         ROWS: rows that are advanced at a time.
     """
@@ -310,13 +319,12 @@ def control_kernel(
         tl.store(coefficients + 2, clip)
     else:
         skip = tl.load(coefficients)
-    if h_out is not None:
+    if ADVANCE is not None:
         for start in range(0, n_rows, ROWS):
-            for of_flags in tl.static_range(len(FLAG_SETS)):
+            for of_flags in tl.static_range(len(ADVANCE.flag_sets)):
                 _advance(
-                    skip, start, table, hyper, sums, totals, h_out, n_rows, of_flags, PREVIEW,
-                    BEFORE, SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, DTYPES, FLAG_SETS,
-                    N_TERMS, COLUMNS, ROWS,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, of_flags, ADVANCE,
+                    COLUMNS, FIRST, ROWS,
                 )  # fmt: skip
 
 
@@ -355,34 +363,18 @@ def _store_statistics(numbers, known, N: tl.constexpr):
 
 @jit
 def _advance(
-    skip,
-    start,
-    table,
-    hyper,
-    sums,
-    totals,
-    h_out,
-    n_rows,
-    FLAG_SET: tl.constexpr,
-    PREVIEW: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SCALARS: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-    N_HYPER: tl.constexpr,
-    N_STATES: tl.constexpr,
-    N_SCALARS: tl.constexpr,
-    DTYPES: tl.constexpr,
-    FLAG_SETS: tl.constexpr,
-    N_TERMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    skip, start, table, hyper, sums, totals, h_out, n_rows, FLAG_SET: tl.constexpr,
+    ADVANCE: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Advance the scalar states of ``ROWS`` rows whose flags are ``FLAG_SET``; see the kernel."""
+    FLAGS: tl.constexpr = ADVANCE.flag_sets[FLAG_SET]
+    N_HYPER: tl.constexpr = ADVANCE.n_hyper
+    N_TERMS: tl.constexpr = ADVANCE.n_terms
     at = start + tl.arange(0, ROWS)
     live = at < n_rows
     row = table + at.to(tl.int64) * COLUMNS
     present = tl.load(row, mask=live, other=0) != 0  # whether there is a gradient
-    if len(FLAG_SETS) > 1:
+    if len(ADVANCE.flag_sets) > 1:
         live = live & (tl.load(row + COLUMNS - 4, mask=live, other=-1) == FLAG_SET)
     variant = tl.load(row + COLUMNS - 2, mask=live, other=0)
     # Lanes without a row compute on ordinary numbers, so that none divides by zero.
@@ -390,33 +382,26 @@ def _advance(
     for i in tl.static_range(N_HYPER):
         h = h + (tl.load(hyper + variant * N_HYPER + i, mask=live, other=0.5),)
     s = ()
-    for i in tl.static_range(N_SCALARS):
-        address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
+    for i in tl.static_range(len(ADVANCE.dtypes)):
+        address = tl.load(row + FIRST + i, mask=live, other=0)
         exists = live & (address != 0)
-        old = tl.load(address.to(tl.pointer_type(DTYPES[i])), mask=exists, other=0.0)
+        old = tl.load(address.to(tl.pointer_type(ADVANCE.dtypes[i])), mask=exists, other=0.0)
         s = s + (tl.where(live, old.to(tl.float64), 1.0),)
     each = ()
     over_all = ()
     for i in tl.static_range(N_TERMS):
         each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
         over_all = over_all + (tl.load(totals + i),)
-    # Triton 3.6 treats an element of a compile-time tuple as a run-time value.
-    if ARGUMENTS > 3:
-        s, h = BEFORE(s, h, tl.constexpr(FLAG_SETS[FLAG_SET]))  # pyright: ignore
-    new_s, new_h = call_scalars(
-        SCALARS,
-        ARGUMENTS,
-        s,
-        h,
-        tl.constexpr(FLAG_SETS[FLAG_SET]),  # pyright: ignore
-        each,
-        over_all,
-    )
-    # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
-    skips = skip + tl.zeros((ROWS,), tl.float64)
-    for i in tl.static_range(0 if PREVIEW else N_SCALARS):
-        address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
-        exists = live & present & (address != 0) & (skips <= 0)
-        tl.store(address.to(tl.pointer_type(DTYPES[i])), new_s[i].to(DTYPES[i]), mask=exists)
+    if ADVANCE.arguments > 3:
+        s, h = ADVANCE.before(s, h, FLAGS)
+    new_s, new_h = call_scalars(ADVANCE.scalars, ADVANCE.arguments, s, h, FLAGS, each, over_all)
+    if ADVANCE.stores:
+        # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
+        skips = skip + tl.zeros((ROWS,), tl.float64)
+        for i in tl.static_range(len(ADVANCE.dtypes)):
+            address = tl.load(row + FIRST + i, mask=live, other=0)
+            exists = live & present & (address != 0) & (skips <= 0)
+            new = new_s[i].to(ADVANCE.dtypes[i])
+            tl.store(address.to(tl.pointer_type(ADVANCE.dtypes[i])), new, mask=exists)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

@@ -27,6 +27,7 @@ __all__ = [
     "launch",
     "launch_compiled",
     "options",
+    "sources_of",
     "variant_of",
 ]
 
@@ -87,6 +88,15 @@ def variant_of(kernel: Any, constants: dict[str, Any]) -> Variant:
 def _variant_of(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Variant:
     """See :func:`variant_of`."""
     return Variant(kernel, dict(constants))
+
+
+def sources_of(*functions: Any) -> str:
+    """A text that changes with the source of each of ``functions``, or of what it calls.
+
+    Triton's cache on disk knows ``jit`` functions by their source only if they are arguments
+    themselves, and not within a tuple.
+    """
+    return "".join(getattr(function, "cache_key", "") for function in functions)
 
 
 Launcher = Callable[[torch.device, Variant, int, dict[str, Any]], None]

@@ -51,10 +51,10 @@ from ampopt_kernels.triton.chunks import (
 )
 from ampopt_kernels.triton.codecs import scales_at, store_codes, uniform_of
 from ampopt_kernels.triton.element_indices import indices_of, jumps_of
-from ampopt_kernels.triton.launch import THREADS, Variant, variant_of
+from ampopt_kernels.triton.launch import THREADS, Variant, sources_of, variant_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
-from ampopt_kernels.triton.row_layout import layout_of, sources_of
+from ampopt_kernels.triton.row_layout import layout_of
 from ampopt_kernels.triton.table import Launch, Table, state_columns
 
 __all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
@@ -169,7 +169,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
     return {
         "PASS": of,
         "ROW": layout_of(row, group.aligns_of(row.dtypes), group.even, group.compute_dtype),
-        "SOURCES": sources_of(row, of.reduce, of.update),
+        "SOURCES": sources_of(of.reduce, of.update),
         "N_H": width,
         "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
         "COLUMNS": table.columns,
@@ -229,7 +229,7 @@ def pass_kernel(
             the norm are 0. ``None`` without other terms.
         PASS: the :class:`Pass`; as many of the terms that it computes are summed as ``terms`` has.
         ROW: the :class:`RowLayout` of the rows.
-        SOURCES: a text that changes with the source of a function in ``PASS`` or ``ROW``.
+        SOURCES: a text that changes with the source of a function in ``PASS``.
         N_H: the number of scalars in ``h``.
         SCALES: the column of ``table`` with the address of the first state's scales.
         COLUMNS: the width of ``table``.

@@ -23,7 +23,7 @@ from ampopt_kernels.triton.chunks import numbers_of, streams_of
 from ampopt_kernels.triton.codecs import scales_at
 from ampopt_kernels.triton.launch import Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
-from ampopt_kernels.triton.row_layout import layout_of, sources_of
+from ampopt_kernels.triton.row_layout import layout_of
 from ampopt_kernels.triton.table import EVEN, Table, state_columns
 
 __all__ = ["Lines", "line_kernel", "lines_of"]
@@ -120,7 +120,6 @@ def _divided(work: Work, table: Table) -> Lines:
         stacks[tuple(members)] = of_terms
         align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
         layout = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
-        of_stack = {"ROW": layout, "SOURCES": sources_of(row)}
         for term, of_rows in enumerate(lines == "rows" for lines in over):
             length, lines = (n, m) if of_rows else (m, n)
             lines *= math.prod(batch)
@@ -128,7 +127,7 @@ def _divided(work: Work, table: Table) -> Lines:
             block = (SHORT, table.block // SHORT) if wide else (table.block // SHORT, SHORT)
             span = max(table.chunk // block[0], BLOCKS * block[1])
             of_tiles = {"TERM": term, "SPAN": span, "LINES": block[0], "ALONG": block[1]}
-            variant = variant_of(line_kernel, {**of_all, **of_stack, **of_tiles})
+            variant = variant_of(line_kernel, {**of_all, "ROW": layout, **of_tiles})
             parts = max(1, -(-length // span))
             of_terms.append((size, parts))
             for index in members:
@@ -154,7 +153,6 @@ def line_kernel(
     sums,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
-    SOURCES: tl.constexpr,
     N_H: tl.constexpr,
     TERM: tl.constexpr,
     SCALES: tl.constexpr,
@@ -179,7 +177,6 @@ def line_kernel(
         sums: float64, shape (sums of all tiles,), written.
         RULE: the rule's ``averages``.
         ROW: the :class:`RowLayout` of the rows.
-        SOURCES: a text that changes with the source of a codec.
         N_H: the number of scalars that ``RULE`` takes as ``h``.
         TERM: the index of the term among those that ``RULE`` returns.
         SCALES: the column of ``table`` with the address of the first state's scales.

@@ -6,9 +6,9 @@ import torch
 
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.step_tensors import ParamRow
-from ampopt_kernels.triton.launch import TRITON_DTYPES
+from ampopt_kernels.triton.launch import TRITON_DTYPES, sources_of
 
-__all__ = ["RowLayout", "layout_of", "sources_of"]
+__all__ = ["RowLayout", "layout_of"]
 
 
 class RowLayout(NamedTuple):
@@ -23,6 +23,7 @@ class RowLayout(NamedTuple):
         dtypes: Triton's dtype of each stream.
         aligns: for each stream, a power of two in bytes that divides the addresses.
         codecs: for each stream its codec, or ``None``.
+        sources: a text that changes with the source of a codec.
         compute: the arithmetic dtype, float32 or float64.
         has_copy: whether the last stream is a low-precision copy of the parameter, which is only
             written.
@@ -38,6 +39,7 @@ class RowLayout(NamedTuple):
     dtypes: tuple[Any, ...]
     aligns: tuple[int, ...]
     codecs: tuple[Codec | None, ...]
+    sources: str
     compute: Any
     has_copy: bool
     has_low_bits: bool
@@ -65,6 +67,7 @@ def layout_of(
         dtypes=tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes),
         aligns=aligns,
         codecs=(None, None, *row.codecs, *(None,) * after),
+        sources=sources_of(*(f for c in row.codecs if c is not None for f in (c.decode, c.encode))),
         compute=TRITON_DTYPES[compute_dtype],
         has_copy=row.copy is not None,
         has_low_bits=row.low is not None,
@@ -74,12 +77,3 @@ def layout_of(
         over=() if means is None else means.over,
         even=1 if means is None else even,
     )
-
-
-def sources_of(row: ParamRow, *functions: Any) -> str:
-    """A text that changes with the source of a codec of ``row``, or of one of ``functions``.
-
-    Triton's cache on disk knows functions by their source only if they are arguments themselves.
-    """
-    of_codecs = (f for codec in row.codecs if codec for f in (codec.decode, codec.encode))
-    return "".join(getattr(function, "cache_key", "") for function in (*of_codecs, *functions))

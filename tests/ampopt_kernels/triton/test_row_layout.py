@@ -39,13 +39,16 @@ def edited_version():
 
 
 def test_an_edited_codec_or_rule_is_compiled_again():
-    from ampopt_kernels.triton.row_layout import sources_of
+    from ampopt_kernels.triton.launch import sources_of
+    from ampopt_kernels.triton.row_layout import layout_of
 
     before, after = first_version(), edited_version()
-    assert sources_of(row_with(before)) == sources_of(row_with(before))
-    assert sources_of(row_with(before)) != sources_of(row_with(after))
-    row = ParamRow(torch.float32)
-    assert sources_of(row, compilable(before)) != sources_of(row, compilable(after))
+
+    def sources(encode):
+        return layout_of(row_with(encode), (16,) * 3, 1, torch.float32).sources
+
+    assert sources(before) == sources(before) != sources(after)
+    assert sources_of(compilable(before)) != sources_of(compilable(after))
 
 
 def test_a_layout_has_one_entry_for_each_stream():
