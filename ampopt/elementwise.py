@@ -252,7 +252,6 @@ class ElementwiseOptimizer(Optimizer):
                 if name in self.defaults:
                     check_like(name, param_group[name], self.defaults[name])
         super().add_param_group(param_group)
-        self._ampopt.runner.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this or of torch's optimizer.

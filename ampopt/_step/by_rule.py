@@ -252,7 +252,6 @@ class RuleStep(StepStrategy):
         with_grads = gradients.params_with_grads(optimizer.param_groups)
         checks.warn_of_float16(self.runner.rule, ((index, p) for index, p, _ in with_grads))
         if checks.need_torch():
-            checks.check_dtypes(gradients.params_of(optimizer.param_groups))
             self.masters.check_float16(with_grads)
         else:
             checks.check_plannable(self.runner.rule)

@@ -56,8 +56,6 @@ class Checks(RefersToOptimizer):
             optimizer: the optimizer to check; stored as a weak reference.
         """
         super().__init__(optimizer)
-        # No weak references: torch refuses to move a DTensor parameter to which there is one.
-        self._dtypes: dict[Tensor, torch.dtype] = {}
         self._warned_of_float16 = False
 
     def need_torch(self) -> bool:
@@ -105,9 +103,9 @@ class Checks(RefersToOptimizer):
             The parameters to make rows for, and their variants.
 
         Raises:
-            RuntimeError: a parameter was cast since the optimizer was made, is expanded, or is a
-                lazily negated view; torch's fused step refuses a parameter and ``fused=True`` is
-                set; ``update`` or another function of the rule does not do what it declares.
+            RuntimeError: a parameter is expanded or a lazily negated view; torch's fused step
+                refuses a parameter and ``fused=True`` is set; ``update`` or another function of the
+                rule does not do what it declares.
             TypeError: a hyperparameter is not a number, an option is not a bool, or ``rule`` is not
                 a ``Rule``.
             ValueError: a tuple of hyperparameters has another length than the default, or than in
@@ -123,8 +121,6 @@ class Checks(RefersToOptimizer):
         for group in groups:
             check_options(group)
         stepped_params = gradients.params_with_grads(groups, absent=absent)
-        self.check_dtypes(gradients.params_of(groups))
-        self._dtypes = gradients.without_removed(self._dtypes, groups)
         variants = Variants(rule)
         of = variants.add(groups, [(one.group, one.tensor) for one in stepped_params])
         likes = dict(optimizer.defaults)  # without a default, other groups must be like the first
@@ -185,24 +181,6 @@ class Checks(RefersToOptimizer):
                 CheckedParam(name, self.optimizer.state.get(param, {}), declared)
             )
         check_memory(check_states(params_to_check))
-
-    def remember_dtypes(self) -> None:
-        """Record the dtype of each parameter, to detect a model that is cast later."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                self._dtypes.setdefault(param, param.dtype)
-
-    def check_dtypes(self, params: Iterable[Tensor]) -> None:
-        """Raise if one of ``params`` was cast since the optimizer was made."""
-        for param in params:
-            made_with = self._dtypes.setdefault(param, param.dtype)
-            if param.dtype != made_with:
-                raise RuntimeError(
-                    f"{gradients.name_of(self.optimizer.param_groups, param)} was {made_with} when "
-                    f"the optimizer was made and is {param.dtype} now: cast the model first and "
-                    "make the optimizer then (with master_weights=True it keeps float32 masters of "
-                    "half-precision parameters)"
-                )
 
     def warn_of_float16(self, rule: Rule, params: Iterable[tuple[int, Tensor]]) -> None:
         """Warn once if a state of ``rule`` is kept in float16.

@@ -88,6 +88,7 @@ class ScheduledScaler(torch.amp.GradScaler):
         loss_scale = copy.copy(self._loss_scale)
         loss_scale.load_state_dict(state_dict)
         self._adopt(loss_scale)
+        self._init_growth_tracker = state_dict.get("_growth_tracker", 0)  # torch's tests read it
 
     def _adopt(self, scale: LossScale) -> None:
         """Use ``scale`` from now on, also as the ``_scale`` that frameworks read."""

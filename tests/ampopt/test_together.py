@@ -448,12 +448,6 @@ def sparse(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     return optimizers[::-1]
 
 
-def cast(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
-    params[2].data = params[2].data.double()
-    params[2].grad = torch.ones(2, dtype=torch.float64)
-    return optimizers
-
-
 def expanded(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     param = Parameter(torch.ones(1).expand(2))
     param.grad = torch.ones(2)
@@ -509,7 +503,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "pending": (pending, RuntimeError, r"Call step_after_unscale\(\) first.*, or zero_grad\(\)"),
     "float16": (float16, RuntimeError, "group 0, parameter 0 is float16"),
     "sparse": (sparse, RuntimeError, "Adam does not support sparse gradients"),
-    "cast": (cast, RuntimeError, "cast the model first and make the optimizer then"),
     "expanded": (expanded, RuntimeError, "is expanded: several of its elements share one place"),
     "negated": (negated, RuntimeError, "is a lazily negated view, whose memory has other values"),
     "conjugated": (conjugated, RuntimeError, "is a lazily conjugated view"),

@@ -71,7 +71,7 @@ def test_a_learning_rate_that_is_no_longer_one_number_is_refused():
         weight.grad = torch.ones(3)
         optimizer.step()
     rate.data = torch.tensor([0.5, 0.25])
-    with pytest.raises(ValueError, match="lr of group 0 must be a number"):
+    with pytest.raises(ValueError, match="Tensor lr of group 0 must be 1-element"):
         optimizer.step()
     assert weight.tolist() == [-1.0] * 3
 

@@ -199,6 +199,7 @@ def test_finite_steps_that_were_counted_are_loaded(order):
     optimizer, _ = made(torch.optim.SGD)
     assert after(first, optimizer, [1.0], False)[-1]["_growth_tracker"] == 1
     second.load_state_dict(first.state_dict())
+    assert second._init_growth_tracker == 1  # torch's own test of loading reads it
     assert after(second, optimizer, [1.0], False)[-1]["scale"] == 8.0
 
 
