@@ -331,8 +331,9 @@ class Optimizer(torch.optim.Optimizer):
                 "passes add up under one scale: leave accumulate out"
             )
         scale = ours.scale(grads_scaled_by)
-        ours.check_gradients()
-        decision = ours.accumulation.add(request_for(scale), ours.agreement(), drop)
+        decision = ours.accumulation.add(
+            request_for(scale), ours.agreement(), drop, ours.check_gradients
+        )
         flag = ours.flag(None if scale is None else decision)
         return Unscaled(flag, next_scale_of(scale, decision))
 

@@ -7,7 +7,7 @@ at the same addresses in every cycle.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ampopt._step.overflow import check_and_unscale, device_of, works_of
 from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
+from ampopt._step.sum_rows import SumRows
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
@@ -116,12 +117,19 @@ class Accumulation(RefersToOptimizer):
         # By parameter, without weak references to it; see Checks.
         self._sums: dict[Any, Any] = {}
         self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
+        self._rows: dict[bool, SumRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def add(self, request: Request, agreement: Agreement | None, drop: str) -> Decision | None:
+    def add(
+        self,
+        request: Request,
+        agreement: Agreement | None,
+        drop: str,
+        check_gradients: Callable[[], None],
+    ) -> Decision | None:
         """Unscale the gradients, add them to the sums, and clear them. Does not synchronize.
 
         With several ranks, one all-reduce makes the decision the same on all of them.
@@ -130,6 +138,8 @@ class Accumulation(RefersToOptimizer):
             request: the request of the call, with the scale of the gradients.
             agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
             drop: one of :data:`DROPS`, the same in all calls of a cycle.
+            check_gradients: raises for gradients that a step cannot use; called unless they are
+                like those of an earlier call.
 
         Returns:
             The decision on these gradients; ``None`` if no rank has any.
@@ -140,21 +150,24 @@ class Accumulation(RefersToOptimizer):
             TypeError: a gradient is sparse. Nothing has changed then.
             ValueError: ``drop`` differs from that of an earlier call. Nothing has changed then.
         """
-        refuse_sparse(self.groups)
-        self.check_sums()
+        rows = self._rows_of_earlier_call()
+        if rows is None:
+            check_gradients()
+            refuse_sparse(self.groups)
+            self.check_sums()
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
-        n_present = len(gradients.present(self.groups))
-        all_reduce = decision_all_reduce(agreement, request, n_present, call)
+        params = [param for _, param in gradients.present(self.groups)]
+        all_reduce = decision_all_reduce(agreement, request, len(params), call)
         try:
-            decision = self._add(cycle, request, all_reduce)
+            decision = self._add(cycle, request, all_reduce, rows)
         except RuntimeError:
             if all_reduce is not None:  # some sums may have been added to before ranks compared
                 self.discard()
             raise
         cycle.is_checked |= request.scale is not None and request.drop
         reused_grads = []
-        for _, param in gradients.present(self.groups):
+        for param in params:
             if self._is_reused(param):
                 reused_grads.append(dtensor.local(param.grad))
             else:
@@ -162,6 +175,14 @@ class Accumulation(RefersToOptimizer):
         if reused_grads:
             torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
         return decision
+
+    def _rows_of_earlier_call(self) -> SumRows | None:
+        """The rows of an earlier call that fit the gradients of this one; ``None`` without such."""
+        begun = {} if self.cycle is None else self.cycle.params
+        rows = self._rows.get(not begun)
+        if rows is None or self.swapped_in or (begun and not rows.ids <= begun.keys()):
+            return None
+        return rows if rows.take_gradients(self.groups) else None
 
     def _open_cycle(self, drop: str) -> AccumulationCycle:
         """The open cycle, or a new one.
@@ -183,10 +204,21 @@ class Accumulation(RefersToOptimizer):
         return cycle
 
     def _add(
-        self, cycle: AccumulationCycle, request: Request, all_reduce: DecisionAllReduce | None
+        self,
+        cycle: AccumulationCycle,
+        request: Request,
+        all_reduce: DecisionAllReduce | None,
+        rows: SumRows | None = None,
     ) -> Decision | None:
-        """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
-        present = gradients.params_with_grads(self.groups)
+        """Add the gradients to the sums; first check them if the cycle drops micro-batches.
+
+        Args:
+            cycle: the open cycle.
+            request: see :meth:`add`.
+            all_reduce: makes the decision of all ranks; ``None`` on one rank.
+            rows: the rows of the gradients; ``None`` to make them.
+        """
+        present = gradients.params_with_grads(self.groups) if rows is None else rows.present
         decision = reject = None
         checks_first = cycle.drop == "micro_batch"
         if checks_first or not present:
@@ -209,8 +241,11 @@ class Accumulation(RefersToOptimizer):
                 apply=False,
                 agree=None if checks_first else all_reduce,
             )
-            decision_on_sums = run(backend_for, self._works_of_sums(cycle, present), add_request)
+            works = self._works_of_sums(cycle, present) if rows is None else [rows.work]
+            decision_on_sums = run(backend_for, works, add_request)
             decision = decision if checks_first else decision_on_sums
+            for work in works:
+                work.release()
         # Recorded only now: if a kernel could not be compiled, nothing was added.
         cycle.params.update({id(one.tensor): one for one in present})
         if decision is not None:
@@ -220,9 +255,9 @@ class Accumulation(RefersToOptimizer):
         return decision
 
     def _works_of_sums(
-        self, cycle: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
+        self, cycle: AccumulationCycle, present: list[gradients.ParamWithGrad]
     ) -> list[Work]:
-        """The work of adding each gradient to its sum, by device."""
+        """The work of adding each gradient to its sum, by device; kept if it may be used again."""
         rows, grads = [], []
         for _, param, owner in present:
             values = gradients.values_of(param)
@@ -230,7 +265,10 @@ class Accumulation(RefersToOptimizer):
             total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
             rows.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
-        return works_of(rows, grads, self.uploads["add"])
+        works = works_of(rows, grads, self.uploads["add"])
+        if SumRows.fit(present, works):
+            self._rows[not cycle.params] = SumRows(self.groups, present, works[0])
+        return works
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:
         """The buffer to which the gradients of ``param`` are added, made if it is missing.
@@ -242,10 +280,14 @@ class Accumulation(RefersToOptimizer):
         wide = torch.promote_types(wide, torch.float32)
         total = self._sums.get(param)
         if total is not None and not fresh:
-            total = self._sums[param] = total.to(torch.promote_types(wide, total.dtype))
+            wide = torch.promote_types(wide, total.dtype)
+            if total.dtype != wide:
+                total = self._sums[param] = total.to(wide)
+                self._rows.clear()
         elif total is None or total.dtype != wide or not _is_placed_like(total, param):
             total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             self._sums[param] = total = dtensor.from_local_like(total, param)
+            self._rows.clear()  # they may have the old sum
         return total
 
     def check_sums(self) -> None:

@@ -1,0 +1,152 @@
+"""``accumulate`` after calls like it: every change between two calls is noticed."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+import ampopt
+
+SHAPES = ((2, 3), (4,), (3, 2))
+FORMS = {
+    "dense": lambda values: values.clone(),
+    "strided": lambda values: values.mT.contiguous().mT if values.ndim == 2 else values.clone(),
+    "expanded": lambda values: values.reshape(-1)[:1].expand(values.shape),
+    "absent": lambda values: None,
+}
+
+
+def made() -> tuple[list[Parameter], ampopt.Optimizer]:
+    params = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+    return params, ampopt.SGD(params, lr=1.0)
+
+
+def micro_batch(params: list[Parameter], forms: list[str], number: float) -> list[Tensor]:
+    """Set gradients of these forms; return what they add to the sums."""
+    for param, form in zip(params, forms, strict=True):
+        values = torch.arange(1.0, 1 + param.numel()).view(param.shape) + number
+        param.grad = FORMS[form](values)
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3),
+            st.sampled_from(["again", "again", "step"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_sums_are_right_whichever_gradients_come(batches):
+    params, optimizer = made()
+    expected = [torch.zeros(shape) for shape in SHAPES]
+    for number, (forms, then) in enumerate([*batches, (["dense"] * 3, "step")]):
+        added = micro_batch(params, forms, number)
+        optimizer.accumulate(grads_scaled_by=1.0)
+        assert all(param.grad is None for param in params)
+        expected = [total - more for total, more in zip(expected, added, strict=True)]
+        if then == "step":
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+            for param, total in zip(params, expected, strict=True):
+                torch.testing.assert_close(param.detach(), total, rtol=0, atol=0)
+
+
+def alike(optimizer: ampopt.Optimizer, params: list[Parameter], calls: int = 3) -> None:
+    """Accumulate and step until rows of earlier calls are in use, then begin a cycle."""
+    for _ in range(2):
+        for _ in range(calls):
+            micro_batch(params, ["dense"] * 3, 0)
+            optimizer.accumulate(grads_scaled_by=1.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    micro_batch(params, ["dense"] * 3, 0)
+    optimizer.accumulate(grads_scaled_by=1.0)
+
+
+def test_a_parameter_that_was_added_is_noticed():
+    params, optimizer = made()
+    alike(optimizer, params)
+    new = Parameter(torch.zeros(5))
+    optimizer.add_param_group({"params": [new]})
+    micro_batch(params, ["dense"] * 3, 0)
+    new.grad = torch.ones(5)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert new.tolist() == [-1.0] * 5
+
+
+def test_a_parameter_that_replaces_another_is_noticed():
+    params, optimizer = made()
+    alike(optimizer, params)
+    new = Parameter(torch.zeros(4))
+    optimizer.param_groups[0]["params"][1] = new
+    micro_batch(params, ["dense", "absent", "dense"], 0)
+    new.grad = torch.ones(4)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert new.tolist() == [-1.0] * 4
+
+
+def test_other_dtypes_are_noticed():
+    params, optimizer = made()
+    alike(optimizer, params)
+    optimizer.zero_grad()
+    before = params[0].detach().clone()
+    params[0].grad_dtype = None
+    micro_batch(params, ["dense"] * 3, 0)
+    params[0].grad = torch.full(SHAPES[0], 0.1, dtype=torch.float64)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    torch.testing.assert_close(params[0].detach(), before - 0.1)
+    for _ in range(2):
+        (added, *_) = micro_batch(params, ["dense"] * 3, 0)
+        optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    torch.testing.assert_close(params[0].detach(), before - 0.1 - 2 * added)
+
+
+@pytest.mark.parametrize("change", ["resized", "resized since", "sparse"])
+def test_what_is_refused_at_first_is_refused_later(change):
+    params, optimizer = made()
+    alike(optimizer, params)
+    micro_batch(params, ["dense"] * 3, 0)
+    error: type[Exception] = RuntimeError
+    if change == "resized":
+        params[1].grad = None
+        params[1].data = torch.zeros(6)
+        params[1].grad = torch.ones(6)
+    elif change == "resized since":
+        params[1].data = torch.zeros(6)
+        error = ValueError
+    else:
+        params[0].grad, error = torch.ones(SHAPES[0]).to_sparse(), TypeError
+    with pytest.raises(error):
+        optimizer.accumulate(grads_scaled_by=1.0)
+
+
+def test_an_overflow_is_found_and_named_in_every_call():
+    params, optimizer = made()
+    alike(optimizer, params)
+    micro_batch(params, ["dense"] * 3, 0)
+    params[2].grad = torch.full(SHAPES[2], float("inf"))
+    flag, _ = optimizer.accumulate(grads_scaled_by=1.0)
+    assert flag > 0
+    micro_batch(params, ["dense"] * 3, 0)
+    assert optimizer.accumulate(grads_scaled_by=1.0)[0] == 0
+    assert optimizer.unscale_and_step(grads_scaled_by=1.0).overflowed == ["group 0, parameter 2"]
+
+
+def test_no_gradient_is_kept():
+    params, optimizer = made()
+    for _ in range(3):
+        micro_batch(params, ["dense"] * 3, 0)
+        grads = [weakref.ref(param.grad) for param in params]
+        optimizer.accumulate(grads_scaled_by=1.0)
+        gc.collect()
+        assert all(ref() is None for ref in grads)
