@@ -11,9 +11,7 @@ Arithmetic on numbers (``h``, and all of ``Rule.scalars``) is done in float64, w
 Python's functions.
 """
 
-import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from ampopt_kernels import element_indices, random_numbers, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import loops
 from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
-from ampopt_kernels.cpu.dtypes import DTYPES
+from ampopt_kernels.cpu.dtypes import DTYPES, preamble
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
 from ampopt_kernels.cpu.low_bits import LowBits
 from ampopt_kernels.language import up_or_down
@@ -111,12 +109,6 @@ class Kind(NamedTuple):
         return roles
 
 
-@functools.cache
-def _preamble() -> str:
-    """The C++ with which every library begins."""
-    return Path(__file__).with_name("preamble.h").read_text(encoding="utf-8")
-
-
 def source_of(kind: Kind) -> str:
     """Translate a rule to C++: one library with a function for each pass over a table.
 
@@ -134,7 +126,7 @@ def source_of(kind: Kind) -> str:
         jumps=element_indices.NUMBERS * kind.jumps,
         worth_threads=WORTH_THREADS,
     )
-    parts = [_preamble(), head]
+    parts = [preamble(), head]
     parts += [random_numbers.CPP] * kind.has_indices + [element_indices.CPP] * bool(kind.jumps)
     return "\n".join((*parts, *(translate(kind, role) for role in kind.roles)))
 

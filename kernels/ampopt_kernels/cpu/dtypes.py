@@ -1,10 +1,12 @@
 """The C++ types, conversions and bits of the dtypes of parameters, gradients and states."""
 
+import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["DTYPES", "CDtype"]
+__all__ = ["DTYPES", "CDtype", "preamble"]
 
 
 class CDtype(NamedTuple):
@@ -33,3 +35,9 @@ DTYPES = {
     torch.float64: CDtype("double", "", "", torch.int64, 0x7FF0000000000000),
 }
 """The dtypes that rules support. ``gradients.cpp`` knows them by their index here."""
+
+
+@functools.cache
+def preamble() -> str:
+    """The C++ with which every source begins: it has the functions of :data:`DTYPES`, and more."""
+    return Path(__file__).with_name("preamble.h").read_text(encoding="utf-8")

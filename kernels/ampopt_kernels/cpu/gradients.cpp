@@ -8,40 +8,34 @@
 #pragma GCC target("prefer-vector-width=512")
 #endif
 
-#include <cstdint>
+#include "preamble.h"
 
-// Each converts the bits of an element to a number, or to its magnitude.
-static inline float float32(int32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof(x));
-    return x;
-}
-static inline float bfloat16(int16_t bits) { return float32(int32_t(uint32_t(bits) << 16)); }
-static inline float float16(int16_t bits) {
-    bits &= 0x7FFF;
-    const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // vectorized, unlike a branch
-    return float32(int32_t(bits) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
-}
-static inline double float64(int64_t bits) {
-    double x;
-    __builtin_memcpy(&x, &bits, sizeof(x));
-    return x;
+// The magnitude of a float16, for which processors without an instruction of their own need half as
+// long as from_float16 does.
+static inline float magnitude16(int16_t b) {
+    b &= 0x7FFF;
+    const int32_t from_infinity_on = (0x7BFF - b) >> 31;  // vectorized, unlike a branch
+    return number(uint32_t(b) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
 }
 
+// The type of an element, as an integer, and of the number that it is.
 #if FORMAT == 0
 typedef int16_t T;
-#define NUMBER float16
+typedef float Number;
+#define NUMBER magnitude16
 #elif FORMAT == 1
 typedef int16_t T;
-#define NUMBER bfloat16
+typedef float Number;
+#define NUMBER from_bfloat16
 #elif FORMAT == 2
 typedef int32_t T;
-#define NUMBER float32
+typedef float Number;
+#define NUMBER number
 #else
 typedef int64_t T;
-#define NUMBER float64
+typedef double Number;
+static inline double NUMBER(int64_t bits) { double x; __builtin_memcpy(&x, &bits, 8); return x; }
 #endif
-typedef decltype(NUMBER(0)) Number;
 
 constexpr T MAGNITUDE = T(~(uint64_t(1) << (8 * sizeof(T) - 1)));  // all bits but the sign
 
@@ -56,24 +50,12 @@ constexpr int64_t VECTOR = 16;
 constexpr int64_t LANES = VECTOR / sizeof(T);
 typedef T Vector __attribute__((vector_size(VECTOR)));
 
-// Converts elements; those of float16 by the processor's own instruction, if it has one.
+// Converts elements to numbers, or to their magnitudes.
 static inline void convert(const Vector& values, Number (&numbers)[LANES]) {
-#if FORMAT == 0 && defined(__AVX512F__)
-    typedef float Floats __attribute__((vector_size(64)));
-    typedef short Halves __attribute__((vector_size(32)));
-#define WIDENED(halves) __builtin_ia32_vcvtph2ps512_mask(halves, Floats{}, -1, 4)
-#elif FORMAT == 0 && defined(__F16C__)
-    typedef float Floats __attribute__((vector_size(32)));
-    typedef short Halves __attribute__((vector_size(16)));
-#define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
-#endif
-#if defined(WIDENED)
-    Halves halves;
-    for (int64_t lane = 0; lane < LANES; lane += sizeof(Halves) / sizeof(T)) {
-        __builtin_memcpy(&halves, (const T*)&values + lane, sizeof(Halves));
-        const Floats floats = WIDENED(halves);
-        __builtin_memcpy(numbers + lane, &floats, sizeof(Floats));
-    }
+#if FORMAT == 0 && defined(WIDENED)
+    uint16_t halves[LANES];
+    __builtin_memcpy(halves, &values, VECTOR);
+    widen<from_float16>(halves, LANES, numbers);
 #else
     for (int64_t lane = 0; lane < LANES; ++lane) numbers[lane] = NUMBER(values[lane]);
 #endif

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.dtypes import DTYPES
+from ampopt_kernels.cpu.dtypes import DTYPES, preamble
 from ampopt_kernels.gradient_terms import FLUSHED, MEASURES
 from ampopt_kernels.native.build import Library
 
@@ -28,6 +28,7 @@ _TESTS, _SQUARES, _MEASURES = range(3)
 def _functions(dtype: torch.dtype, level: int) -> ctypes.CDLL:
     """The functions for gradients of ``dtype``. Waits for the compiler if they are new here."""
     source = Path(__file__).with_name("gradients.cpp").read_text(encoding="utf-8")
+    source = source.replace('#include "preamble.h"', preamble())
     constants = {"FORMAT": list(DTYPES).index(dtype), "LEVEL": level, "PART": PART}
     library = Library(source, tuple(f"-D{k}={v}" for k, v in constants.items())).load()
     pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -1,5 +1,4 @@
-// What the loops of every rule begin with: conversions, prefetches, and functions of the language.
-// cpp.py puts it before the functions that it translates from a rule.
+// What every source begins with: conversions, prefetches, and functions of the language of rules.
 
 #include <cstdint>
 
