@@ -147,10 +147,9 @@ class Eager(Backend):
         rule, wide = work.rule, widest(work.device)
         assert rule is not None
         n_terms = rule.widths(len(work.hyper[0])).terms
-        sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device).unbind()
-        sums = list(sums)
+        sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device)
         if self._sees_skip(decision):
-            return torch.stack(sums)
+            return sums
         for index, row, whole, coefficients in self._before_sums(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*coefficients[:2], coefficients[2:])
             inputs = (whole, *row.inputs)
@@ -165,8 +164,8 @@ class Eager(Backend):
                 state = (*state, *row.row_column_factors(start, end))
                 terms = rule.on_tensors("reduce", dtype)(param, g, state, h, row.flags)
                 start = end
-                sums[index] = sums[index] + torch.stack([term.to(wide).sum() for term in terms])
-        return torch.stack(sums)
+                sums[index] += torch.stack([term.to(wide).sum() for term in terms])
+        return sums
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""

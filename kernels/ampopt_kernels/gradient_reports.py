@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt_kernels.devices import to_device
 
-__all__ = ["NOBODY", "GradientReport", "RankFlags", "Owner", "named_ranks"]
+__all__ = ["NOBODY", "GradientReport", "RankFlags", "Owner", "flags_on", "named_ranks"]
 
 
 class Owner(NamedTuple):
@@ -25,6 +25,13 @@ class Owner(NamedTuple):
 
 
 NOBODY = Owner("unknown parameter", 0)
+
+
+def flags_on(device: torch.device, flags: Tensor | Sequence[bool]) -> Tensor:
+    """``flags``, one for each chunk, as a tensor on ``device``: float32, 1-d."""
+    if isinstance(flags, Tensor):
+        return to_device(flags, device, torch.float32)
+    return torch.tensor(flags, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,6 @@ class GradientReport:
         flags = self.flags.tolist() if isinstance(self.flags, Tensor) else self.flags
         rows = {row for row, flag in zip(self.rows, flags, strict=True) if flag}
         return [self.owners[row].name for row in sorted(rows)]
-
-    def flags_on(self, device: torch.device) -> Tensor:
-        """:attr:`flags` as a tensor on ``device``: float32, shape (chunks,)."""
-        if isinstance(self.flags, Tensor):
-            return to_device(self.flags, device, torch.float32)
-        return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
     def copy(self) -> "GradientReport":
         """A copy without measures, whose flags a replayed CUDA graph does not overwrite."""

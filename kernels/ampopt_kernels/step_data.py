@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport, RankFlags
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags, flags_on
 from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step_decision import Check
@@ -137,9 +137,7 @@ class Partials:
 
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""
-        if isinstance(self.flags, list):
-            return torch.tensor(self.flags, dtype=torch.float32, device=device)
-        return to_device(self.flags, device, torch.float32)
+        return flags_on(device, self.flags)
 
 
 class Coefficients(NamedTuple):

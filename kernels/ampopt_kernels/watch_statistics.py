@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.gradient_reports import GradientReport
+from ampopt_kernels.gradient_reports import GradientReport, flags_on
 from ampopt_kernels.tensors import widest
 
 __all__ = [
@@ -147,7 +147,7 @@ def note(
         table[:, 0] = torch.maximum(table[:, 0], largest)
         table[:, 2:4] += _reduced(measures[2:].T, chunks, largest=False) * (1 - skipped)
         if not report.surely_finite:
-            of_chunks = report.flags_on(device).to(wide)[chunks.chunks]
+            of_chunks = flags_on(device, report.flags).to(wide)[chunks.chunks]
             flags = _reduced(of_chunks, chunks, largest=True)
             order = torch.arange(COLUMNS - COUNTS, device=device)
             oldest = order == (table[:, 1:2] % len(order))
