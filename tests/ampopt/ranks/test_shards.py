@@ -92,7 +92,7 @@ def trained(
     steps: list[dict],
     by_parts: bool,
 ) -> list[Any]:
-    """The result of each step, and the gathered bits of parameters and states after it."""
+    """The result of each step, and the gathered bits of parameters and states in the end."""
     ampopt.set_backend(backend)
     shapes = SHAPES[layout]
     places = meshes(layout) if by_parts else [ORDINARY] * len(shapes)
@@ -101,7 +101,7 @@ def trained(
     ]
     optimizer: Any = named(name)([{"params": params, **options}], lr=0.25)
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
-    told = []
+    told, held = [], []
 
     def give(seed: int, bad: float | None, where: int, absent: set[int]) -> None:
         for i, (p, shape) in enumerate(zip(params, shapes, strict=True)):
@@ -131,10 +131,9 @@ def trained(
             for key, value in kept.items():
                 alike = dtensor.is_dtensor(value) == dtensor.is_dtensor(p)
                 assert value.shape != p.shape or alike, f"{key} is {type(value)}"
-        together = [{key: bits(whole(value)) for key, value in kept.items()} for kept in held]
-        told.append((found_inf.item(), scale.item(), norm, together))
+        told.append((found_inf.item(), scale.item(), norm))
     ampopt.set_backend("auto")
-    return told
+    return [*told, *({key: bits(whole(value)) for key, value in kept.items()} for kept in held)]
 
 
 STEP = st.fixed_dictionaries(
@@ -214,8 +213,7 @@ def test_rows_and_columns_are_averaged_beside_24_bit_masters(two_ranks):
 
 @pytest.mark.parametrize("cls", EVERY_RULE)
 def test_every_rule_is_stepped_by_parts(two_ranks, cls):
-    for dtype, options in FORMS[::2]:
-        check(two_ranks, "fsdp", "eager", cls.__name__, dtype, options, STORY)
+    check(two_ranks, "fsdp", "eager", cls.__name__, *FORMS[0], STORY)
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "tp", "2-D", "strided"])
