@@ -26,7 +26,7 @@ from ampopt.testing.float64 import Float64
 from ampopt.testing.reference_training import Double
 from ampopt.testing.state_machine import Call, Machine, call, precondition
 from ampopt.testing.state_machine_changes import Changes, kinds
-from ampopt.testing.state_machine_steps import MOST
+from ampopt.testing.state_machine_steps import MOST, bad_gradients, some_gradients
 
 __all__ = ["CallSequence", "Sequences"]
 
@@ -254,9 +254,15 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             self.switch_to(mode)
 
         @precondition(lambda self: bool(contract.calls) and self.is_idle)
-        @rule(name=st.sampled_from(contract.calls or ("",)))
+        @rule(
+            name=st.sampled_from(contract.calls or ("",)),
+            numbers=st.none() | some_gradients,
+            bad=bad_gradients,
+        )
         @call
-        def call_it(self, name: str) -> None:
+        def call_it(self, name: str, numbers: Any, bad: Any) -> None:
+            if numbers is not None:
+                self.give_gradients(numbers, bad)
             self.call_own(name)
 
     # Hypothesis prints calls of `state = <this name>()`, which is then how to run them again.

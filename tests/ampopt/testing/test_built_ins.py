@@ -34,10 +34,15 @@ def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrat
     )
 
 
-FOR_ALL = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor, ampopt.Muon, ampopt.SparseAdam, ampopt.LBFGS)
-"""One of each kind: rules without state, with state, with row statistics; steps by torch."""
-OF_THEIR_OWN = (*FOR_ALL, ampopt.ScheduleFreeAdamW, ampopt.Sophia)
-"""Those, and rules whose classes have more methods than a constructor."""
+OF_THEIR_OWN = (
+    *(ampopt.AdamW, ampopt.Muon, ampopt.SparseAdam, ampopt.LBFGS),
+    *(ampopt.ScheduleFreeAdamW, ampopt.Sophia),
+)
+"""One of each kind of step: by a rule, by torch, of sparse gradients, of a closure; and rules whose
+classes have more methods than a constructor."""
+ON_KERNELS = (ampopt.AdamW, ampopt.Adafactor, ampopt.SparseAdam, ampopt.LBFGS)
+"""One of each kind of passes: with states, with row statistics; over values of sparse gradients,
+and before a step by torch."""
 
 
 def on_eager(cls: type[Any], suffix: str = "", **claims: Any) -> Any:
@@ -50,7 +55,7 @@ def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claim
     """The contract on another backend than eager: the invariants that kernels can break."""
     # Each of LBFGS's takes a closure.
     others = {} if cls is ampopt.LBFGS else OTHERS
-    if cls not in FOR_ALL:
+    if cls not in ON_KERNELS:
         others = {**others, **OF_ONE_KERNEL}
     return contract_of(cls, suffix, bases, **others, **claims)
 
