@@ -98,8 +98,7 @@ def test_each_loss_lowers_its_own_scale_and_the_step_one_for_both():
 
 
 @every_backend
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype, masters", [(HALVES[0], True), (HALVES[1], False)], ids=str)
 @pytest.mark.parametrize("control", ["unscale_and_step", "unscale", "step"])
 def test_half_precision_gradients_add_up_in_float32(backend, dtype, masters, control):
     """Paddle's ``master_grad``. In half precision, 1 + 2**-12 + 2**-12 + 2 would be 3."""

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt.testing.no_sync import assert_no_sync
-from ampopt_kernels.language import HAS_TRITON
 
 backend = either_host
 on_each_backend = pytest.mark.usefixtures("backend")
@@ -170,17 +169,10 @@ def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
 # --- nothing is read back -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def triton() -> None:
-    """Choose the triton backend: on the CPU's other backends, steps may read values."""
-    if not HAS_TRITON:
-        pytest.skip("Triton cannot be imported here")
-    ampopt.set_backend("triton")
-
-
+@pytest.mark.parametrize("backend", ["eager on a device"], indirect=True)
 @each_optimizer
 @both_ways
-def test_no_loop_reads_a_tensor(cls, unscale_first, triton):
+def test_no_loop_reads_a_tensor(cls, unscale_first, backend):
     optimizer, params = made(cls)
     scaler = scaler_at(4.0)
     steps = [Step((number,) * 10) for number in (INF, 2.0, INF, 1.0)]
@@ -198,8 +190,9 @@ def test_no_loop_reads_a_tensor(cls, unscale_first, triton):
 
 
 @pytest.mark.parametrize("cls", BY_RULE)
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
-@both_ways
+@pytest.mark.parametrize(
+    "scaler_class, unscale_first", [(torch.amp.GradScaler, True), (ampopt.GradScaler, False)]
+)
 def test_a_loop_runs_on_meta_tensors(cls, scaler_class, unscale_first):
     """An operation that reads a meta tensor, or mixes it with others, raises an error.
 

@@ -45,9 +45,8 @@ def steps_for(options: OptionSet, backend: str) -> range:
     """As many steps as reach every branch of the formula; fewer if steps are slow."""
     if options.name == "Muon":
         return range(3)  # products of bfloat16 matrices take the CPU milliseconds
-    if backend != "triton":
-        return range(12)
-    return range(7 if options.name == "RAdam" else 3)  # it begins to rectify at the sixth
+    # RAdam begins to rectify at the sixth.
+    return range(7 if backend != "triton" or options.name == "RAdam" else 3)
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.optimizers import Signed
 from support.torch_options import (
-    ELEMENTWISE,
     RICH,
     ULPS,
     Distance,
@@ -33,17 +32,12 @@ pytestmark = pytest.mark.usefixtures("backend")
 WAYS = ("eager", "eager on a device", "triton")
 every_way = pytest.mark.parametrize("backend", WAYS, indirect=True)
 
-BY_RULE = [*(options for options in RICH if options.name in ELEMENTWISE), named("SGD")]
-ON_TRITON = ("SGD", "AdamW", "NAdam", "Adafactor")
-"""One rule without state, and rules with states, with scalars, and with row statistics."""
+OF_EACH_KIND = ("SGD", "AdamW", "NAdam", "Adafactor")
+"""Rules with one state, with several, with scalars, and with row statistics."""
+BY_RULE = [*(options for options in RICH if options.name in OF_EACH_KIND), named("SGD")]
 each_rule = pytest.mark.parametrize(
     ("options", "backend"),
-    [
-        pytest.param(options, way, id=f"{options}-{way}")
-        for way in WAYS
-        for options in BY_RULE
-        if way != "triton" or options.name in ON_TRITON
-    ],
+    [pytest.param(options, way, id=f"{options}-{way}") for way in WAYS for options in BY_RULE],
     indirect=["backend"],
 )
 INF = float("inf")
