@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
+from ampopt._step.kept_rows import KeptRows
 from ampopt._step.overflow import check_and_unscale, device_of, works_of
 from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
-from ampopt._step.sum_rows import SumRows
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
@@ -117,7 +117,7 @@ class Accumulation(RefersToOptimizer):
         # By parameter, without weak references to it; see Checks.
         self._sums: dict[Any, Any] = {}
         self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
-        self._rows: dict[bool, SumRows] = {}  # by whether the sums were still empty
+        self._rows: dict[bool, KeptRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Accumulation(RefersToOptimizer):
             torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
-    def _rows_of_earlier_call(self) -> SumRows | None:
+    def _rows_of_earlier_call(self) -> KeptRows | None:
         """The rows of an earlier call that fit the gradients of this one; ``None`` without such."""
         begun = {} if self.cycle is None else self.cycle.params
         rows = self._rows.get(not begun)
@@ -208,7 +208,7 @@ class Accumulation(RefersToOptimizer):
         cycle: AccumulationCycle,
         request: Request,
         all_reduce: DecisionAllReduce | None,
-        rows: SumRows | None = None,
+        rows: KeptRows | None = None,
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches.
 
@@ -266,8 +266,8 @@ class Accumulation(RefersToOptimizer):
             grads.append(dense_like(values, total))
             rows.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
         works = works_of(rows, grads, self.uploads["add"])
-        if SumRows.fit(present, works):
-            self._rows[not cycle.params] = SumRows(self.groups, present, works[0])
+        if KeptRows.fit(present, works):
+            self._rows[not cycle.params] = KeptRows(self.groups, present, works[0])
         return works
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:

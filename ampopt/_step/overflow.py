@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.rank_agreement import DecisionAllReduce
+from ampopt._step.rank_agreement import Agreement, DecisionAllReduce
 from ampopt.backend import backend_for
 from ampopt_kernels.memory import overlaps_itself, sharing_memory
 from ampopt_kernels.rule import Rule
@@ -18,6 +18,7 @@ from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.uploads import Uploads
 
 __all__ = [
+    "GradientWorks",
     "check_and_unscale",
     "decided_elsewhere",
     "device_of",
@@ -77,20 +78,56 @@ def check_and_unscale(
     """
     if not with_grads:
         return decided_elsewhere(request, all_reduce, decision_device)
-    rows, grads, copies = [], [], []
-    for group, tensor, owner in with_grads:
-        values = gradients.values_of(tensor)
-        grad = dense_like(values, values)
-        if write and grad is not values:
-            copies.append((values, grad))
-        grads.append(grad)
-        in_norm = all_reduce is None or all_reduce.agreement.in_norm(tensor, group, owner.key)
-        rows.append(ParamRow(grad.dtype, in_norm=in_norm, owner=owner))
-    check_request = replace(request, write=write, apply=False, agree=all_reduce)
-    decision = run(backend_for, works_of(rows, grads, uploads), check_request)
-    for values, unscaled_values in copies:
-        values.copy_(unscaled_values)
-    return decision
+    agreement = None if all_reduce is None else all_reduce.agreement
+    return GradientWorks.of(with_grads, agreement, uploads).check(request, all_reduce, write=write)
+
+
+class GradientWorks(NamedTuple):
+    """The rows of gradients that are only checked and unscaled.
+
+    Attributes:
+        works: the rows, by device.
+        copies: original and copy of each gradient that is not dense in memory: its row has the
+            copy.
+    """
+
+    works: list[Work]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    @staticmethod
+    def of(
+        with_grads: Sequence[gradients.ParamWithGrad],
+        agreement: Agreement | None,
+        uploads: dict[torch.device, Uploads],
+    ) -> "GradientWorks":
+        """Make the rows.
+
+        Args:
+            with_grads: as for :func:`check_and_unscale`.
+            agreement: the ranks whose norm counts replicated gradients once; ``None`` for one rank.
+            uploads: as for :func:`check_and_unscale`.
+        """
+        rows, grads, copies = [], [], []
+        for group, tensor, owner in with_grads:
+            values = gradients.values_of(tensor)
+            grad = dense_like(values, values)
+            if grad is not values:
+                copies.append((values, grad))
+            grads.append(grad)
+            in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
+            rows.append(ParamRow(grad.dtype, in_norm=in_norm, owner=owner))
+        return GradientWorks(works_of(rows, grads, uploads), copies)
+
+    def check(
+        self, request: Request, all_reduce: DecisionAllReduce | None, *, write: bool
+    ) -> Decision:
+        """Check the gradients; see :func:`check_and_unscale`."""
+        check_request = replace(request, write=write, apply=False, agree=all_reduce)
+        decision = run(backend_for, self.works, check_request)
+        if write:
+            for values, unscaled_values in self.copies:
+                values.copy_(unscaled_values)
+        return decision
 
 
 @torch.no_grad()

@@ -278,10 +278,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        if request.scale is not None:
-            self.needs_torch()  # raises for sparse gradients if the step would
         decision = self.masters.unscale(
-            self.observers.extend(request), self.agreement(), self.uploads
+            self.observers.extend(request), self.agreement(), self.uploads, self.needs_torch
         )
         self.note_norm(request, decision)
         return decision

@@ -58,9 +58,9 @@ class TorchStep(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        optimizer = self.optimizer
+        optimizer, ours = self.optimizer, self.optimizer._ampopt
         optimizer._prepare_torchs_step()
-        decision = self._masters.unscale(request, optimizer._ampopt.agreement(), self._uploads)
+        decision = self._masters.unscale(request, ours.agreement(), self._uploads, ours.needs_torch)
         if decision is not None:
             # Without hooks: those of the class run around our step already.
             step = beneath_hooks(self._bound_step(optimizer).__func__)

@@ -166,8 +166,6 @@ class Table:
     Attributes:
         gradients: the rows that have elements, by the dtypes of their gradients.
         kinds: all rows, by kind; ``None`` until :meth:`make_kinds`.
-        has_sizes: whether all rows have a parameter, or a sum, of which the sizes are known; else
-            they are those of the gradients.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
         hyper_at: where the hyperparameters of this step are: float64, one variant after another.
@@ -176,7 +174,6 @@ class Table:
     def __init__(self, work: Work) -> None:
         """Take the rows of ``work``, which may have no parameters."""
         self.kinds: list[KindTable] | None = None
-        self.has_sizes = all([row.param is not None for row in work.rows])
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
         rows = zip(work.rows, work.grads, work.compute_dtypes, strict=True)
         for place, (row, grad, compute_dtype) in enumerate(rows):
@@ -192,7 +189,7 @@ class Table:
     def of(work: Work) -> "Table":
         """The table of ``work``, with the gradients and hyperparameters of this step."""
         table = work.backend_rows
-        if not isinstance(table, Table) or not table.has_sizes:
+        if not isinstance(table, Table):
             work.backend_rows = table = Table(work)
         if table._grads_version != work.grads_version:
             table._take(work)

@@ -1,4 +1,4 @@
-"""``accumulate`` after calls like it: every change between two calls is noticed."""
+"""``accumulate`` and ``unscale`` after calls like them: every change in between is noticed."""
 
 import gc
 import weakref
@@ -148,5 +148,77 @@ def test_no_gradient_is_kept():
         micro_batch(params, ["dense"] * 3, 0)
         grads = [weakref.ref(param.grad) for param in params]
         optimizer.accumulate(grads_scaled_by=1.0)
+        gc.collect()
+        assert all(ref() is None for ref in grads)
+
+
+# --- unscale --------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3), st.booleans()),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_gradients_are_unscaled_once_whichever_come(batches):
+    params, optimizer = made()
+    expected = [torch.zeros(shape) for shape in SHAPES]
+    for number, (forms, share) in enumerate([*batches, (["dense"] * 3, True)]):
+        micro_batch(params, forms, number)
+        if share and params[0].grad is not None and params[0].grad.is_contiguous():
+            params[2].grad = params[0].grad.view(SHAPES[2])
+        divided = [torch.zeros_like(p) if p.grad is None else p.grad / 2 for p in params]
+        optimizer.unscale(grads_scaled_by=2.0)
+        for param, grad in zip(params, divided, strict=True):
+            assert param.grad is None or torch.equal(param.grad, grad)
+        optimizer.step_after_unscale()
+        expected = [total - grad for total, grad in zip(expected, divided, strict=True)]
+        for param, total in zip(params, expected, strict=True):
+            assert torch.equal(param.detach(), total)
+
+
+def test_an_unscale_after_others_finds_overflows_and_norms():
+    params, optimizer = made()
+    for number in (0.0, 1.0, float("inf"), 2.0, float("nan")):
+        micro_batch(params, ["dense"] * 3, 0)
+        grad = params[1].grad
+        assert grad is not None
+        grad[0] = number
+        norm = sum(p.grad.square().sum() for p in params if p.grad is not None) ** 0.5 / 2
+        flag, _ = optimizer.unscale(grads_scaled_by=2.0)
+        assert (flag > 0) == (number - number != 0)
+        result = optimizer.step_after_unscale()
+        assert result.overflowed == ["group 0, parameter 1"] * bool(flag > 0)
+        micro_batch(params, ["dense"] * 3, 0)
+        assert params[1].grad is not None
+        params[1].grad[0] = number
+        optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=float("inf"))
+        torch.testing.assert_close(optimizer.grad_norm, norm, equal_nan=True)
+
+
+def test_master_weights_that_are_turned_on_get_the_unscaled_gradients():
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = ampopt.SGD([param], lr=1.0)
+    for turned_on in (False, False, True, True):
+        optimizer.param_groups[0]["master_weights"] = turned_on
+        param.grad = torch.ones_like(param)
+        optimizer.unscale(grads_scaled_by=3.0)
+        (full,) = optimizer.master_params()
+        assert full.grad is not None
+        third = torch.tensor(1 / 3, dtype=torch.float32 if turned_on else torch.bfloat16)
+        assert full.grad.tolist() == [third.item()] * 3
+        optimizer.step_after_unscale()
+
+
+def test_unscale_keeps_no_gradient():
+    params, optimizer = made()
+    for _ in range(3):
+        micro_batch(params, ["dense"] * 3, 0)
+        grads = [weakref.ref(param.grad) for param in params]
+        optimizer.unscale(grads_scaled_by=1.0)
+        optimizer.step_after_unscale()
+        optimizer.zero_grad()
         gc.collect()
         assert all(ref() is None for ref in grads)

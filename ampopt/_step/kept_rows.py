@@ -1,8 +1,8 @@
-"""The rows that add gradients to their sums, kept from call to call of ``accumulate``.
+"""The rows of a pass over gradients alone, kept from call to call of ``accumulate`` or ``unscale``.
 
-To check every gradient, and to make a row for it, takes longer than to add hundreds of small ones.
-Usually the next micro-batch has gradients of the same parameters, with the same layouts, so that
-the rows of the last one fit.
+To check every gradient, and to make a row for it, takes longer than the pass over hundreds of small
+ones. Usually the next call has gradients of the same parameters, with the same layouts, so that the
+rows of the last one fit. A step keeps a :class:`~ampopt._step.plan.Plan` for the same reason.
 """
 
 from typing import Any
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from ampopt._step.gradients import ParamWithGrad, params_of
+from ampopt.options import MASTER_WEIGHTS
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard
 from ampopt_kernels.step_tensors import Work
 
-__all__ = ["SumRows"]
+__all__ = ["KeptRows"]
+
+_ENTRIES = {"params", MASTER_WEIGHTS.name}
+"""The entries of param groups on which the rows depend."""
 
 
-class SumRows:
+class KeptRows:
     """The rows of one call.
 
     Attributes:
@@ -40,17 +44,21 @@ class SumRows:
         self.ids = {id(one.tensor) for one in present}
         self._params = [one.tensor for one in present]
         self._others = [param for param in params_of(groups) if id(param) not in self.ids]
-        members = [group["params"] for group in groups]
         self._groups = groups
         self._identities = IdentityGuard(
-            [groups, *members], [(group, ("params",)) for group in groups]
+            [groups, *(group["params"] for group in groups)],
+            [(group, _ENTRIES & group.keys()) for group in groups],
         )
         self._layouts = LayoutGuard(self._params)
         self._grad_layouts = LayoutGuard(work.grads)
 
     @staticmethod
     def fit(present: list[ParamWithGrad], works: list[Work]) -> bool:
-        """Whether rows can be kept: of one device, of plain tensors, and not of copies."""
+        """Whether the rows ``works`` can be kept.
+
+        They can if they are of one device and one kind of sum, and their gradients are those of
+        plain parameters: no copies, shards, or gradients of masters.
+        """
         if len(works) != 1 or len({row.flags for row in works[0].rows}) != 1:
             return False
         return all(
