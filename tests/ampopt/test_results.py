@@ -16,9 +16,7 @@ import ampopt
 from ampopt.testing import as_on_a_device, assert_no_sync
 
 pytestmark = [
-    pytest.mark.parametrize(
-        "backend", ["eager", "eager on a device", "compiled", "triton"], indirect=True
-    ),
+    pytest.mark.parametrize("backend", ["eager on a device", "compiled", "triton"], indirect=True),
     pytest.mark.usefixtures("backend"),
 ]
 

@@ -18,9 +18,7 @@ from ampopt.testing.no_sync import assert_no_sync
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
-    pytest.mark.parametrize(
-        "backend", ["eager", "eager on a device", "compiled", "triton"], indirect=True
-    ),
+    pytest.mark.parametrize("backend", ["eager on a device", "compiled", "triton"], indirect=True),
 ]
 SCALERS = (torch.amp.GradScaler, GradScaler)
 each_scaler = pytest.mark.parametrize("scaler_class", SCALERS, ids=["torchs", "ours"])

@@ -290,11 +290,6 @@ TRANSPORTS: dict[str, Callable[[OptionSet, Any], Any]] = {
     "deepcopy": lambda _, optimizer: copy.deepcopy(optimizer),
 }
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
-each_journey = pytest.mark.parametrize(
-    ("backend", "transport"),
-    [("triton", "torch.save"), *(("eager", transport) for transport in TRANSPORTS)],
-    indirect=["backend"],
-)
 
 
 def assert_continues(
@@ -326,12 +321,10 @@ def test_a_compiled_rule_continues_a_checkpoint_of_torchs(backend):
     assert_continues(options, ours, "torch.save", [source()])
 
 
-@each_journey
+@each_transport
 @pytest.mark.parametrize("taken", [0, 2])
 @each_optimizer
-def test_copies_and_loaded_optimizers_step_bitwise_as_the_original(
-    options, taken, backend, transport
-):
+def test_copies_and_loaded_optimizers_step_bitwise_as_the_original(options, taken, transport):
     optimizer = options.ours(initial(options))
     source = gradients(options)
     give(optimizer, spoiled(source()))
@@ -340,10 +333,10 @@ def test_copies_and_loaded_optimizers_step_bitwise_as_the_original(
     assert_continues(options, optimizer, transport, [source() for _ in range(2)])
 
 
-@each_journey
+@each_transport
 @pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 @each_rule
-def test_half_precision_states_are_copied_and_loaded_bitwise(options, masters, backend, transport):
+def test_half_precision_states_are_copied_and_loaded_bitwise(options, masters, transport):
     """Torch's loader casts masters, and scalars such as ASGD's ``eta``, to half precision."""
     optimizer = options.ours(initial(options, torch.bfloat16), master_weights=masters)
     source = gradients(options, torch.bfloat16)
