@@ -180,16 +180,17 @@ class Eager(Backend):
             keep = functools.partial(_select, decision.skip > 0)
             advanced = _advance(work, rule, keep, decision.sums)
         for index, row, whole in work.present_rows():
-            dtype = row.compute_dtype
+            dtype, key = row.compute_dtype, row.random_key
             h = tuple(_cast(x, dtype) for x in advanced[index])
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.outputs)
             # Flattened in memory order, by which the indices of elements are numbered.
-            if row.random_key is not None or rule.draws or row.row_column_means is not None:
+            has_indices = key is not None or rule.draws
+            if has_indices or row.row_column_means is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *chunk in _chunks(*tensors):
                 end, position = start + grad.numel(), None
-                if row.random_key is not None or rule.draws:
+                if has_indices:
                     position = row.indices.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
@@ -200,13 +201,14 @@ class Eager(Backend):
                 inputs = (*state, *row.row_column_factors(start, end))
                 param, state = update(param, g, inputs, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
-                if row.rounds and row.random_key is not None and position is not None:
-                    param = stochastically(param, position, row.random_key)
-                if row.low is not None and row.random_key is not None and position is not None:
-                    u = codecs.uniform(position, row.random_key, -1)
-                    param, *copy = split_master(param, chunk[0].dtype, u)
+                if position is not None and key is not None:
+                    if row.rounds:
+                        param = stochastically(param, position, key)
+                    if row.low is not None:
+                        u = codecs.uniform(position, key, -1)
+                        param, *copy = split_master(param, chunk[0].dtype, u)
                 chunk += [x for x in row.scales_at(start, end) if x is not None]
-                states, scales = codecs.encoded_each(state, row.codecs, position, row.random_key)
+                states, scales = codecs.encoded_each(state, row.codecs, position, key)
                 start = end
                 for old, new in zip(chunk, (param, *states, *copy, *scales), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
