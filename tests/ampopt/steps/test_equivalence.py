@@ -1,12 +1,12 @@
-"""Finite steps are torch's, whatever the scale, the split, the order, the copies and checkpoints.
+"""Special cases in which steps are torch's: dtypes, lazy views, changes between steps, sparse.
 
-Where the mathematics is exact, so is the comparison; against torch, whose operations round in
-another order, it is to a few units in the last place.
+That steps do not depend on the scale, the split, the order, the layout, copies and checkpoints is
+shown for every optimizer by ``ampopt/testing/test_built_ins.py``, and that they are torch's, with
+every option, by ``ampopt/optim/test_torch_parity.py``.
 """
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.gpus import ON_A_GPU
-from support.optimizers import SOME_RULES, HostCounted, Plain
+from support.optimizers import SOME_RULES, Plain
 from support.strategies import (
-    Blueprint,
     Case,
     History,
     Scale,
@@ -25,7 +24,6 @@ from support.strategies import (
     fewer,
     histories,
     loss_scales,
-    powers_of_two,
     set_gradients,
 )
 from torch import Tensor
@@ -44,7 +42,6 @@ INF = float("inf")
 TORCH = (ampopt.SGD, ampopt.Adam, ampopt.AdamW)
 FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 HALF = (torch.bfloat16, torch.float16)
-SCALABLE = (*FULL, torch.bfloat16)  # bfloat16 has float32's range
 
 Step = Callable[[Any, Any], Any]
 
@@ -82,27 +79,7 @@ def train(
     return params, optimizer
 
 
-def any_case() -> st.SearchStrategy[Case]:
-    return cases() | st.sampled_from([Case(Plain), Case(HostCounted)])
-
-
 # --- torch ----------------------------------------------------------------------------------------
-
-
-@fewer(0.4)
-@given(
-    cases(classes=TORCH),
-    histories(dtypes=FULL, overflows=False, expanded=True),
-    st.sampled_from([plain, joined]),
-)
-def test_finite_steps_are_torchs_for_loop_steps(case, history, step):
-    params, optimizer = train(case, history, Scale("none", 1.0), step)
-    twins = history.build()
-    reference = case.torch(twins)
-    for gradients in history.steps:
-        set_gradients(twins, gradients)
-        reference.step()
-    assert_same_training(params, optimizer, twins, reference)
 
 
 def assert_same_training(
@@ -140,24 +117,6 @@ def test_half_precision_parameters_step_as_well_as_torchs(dtype, case, data):
         assert ((p.double() - true).abs() <= allowed).all(), (p, twin, true)
 
 
-@fewer(0.25)
-@given(cases(classes=TORCH), histories(overflows=False), st.integers(0, 3), st.booleans())
-def test_training_moves_between_torch_and_ampopt_at_any_step(case, history, at, to_torch):
-    params = history.build()
-    optimizer: Any = case.make(params) if to_torch else case.torch(params)
-    twins = history.build()
-    reference = case.torch(twins)
-    for index, gradients in enumerate(history.steps):
-        if index == at:
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer = case.torch(params) if to_torch else case.make(params)
-            optimizer.load_state_dict(saved)
-        for of, opt in ((params, optimizer), (twins, reference)):
-            set_gradients(of, gradients)
-            opt.step()
-    assert_same_training(params, optimizer, twins, reference)
-
-
 def test_loading_torchs_checkpoint_of_a_first_undampened_step():
     """Torch recognizes a first step by the missing buffer. The checkpoint has a buffer."""
     params = [Parameter(torch.ones(2)) for _ in range(2)]
@@ -177,26 +136,6 @@ def test_loading_torchs_checkpoint_of_a_first_undampened_step():
 # --- the scale ------------------------------------------------------------------------------------
 
 
-@fewer(0.4)
-@given(any_case(), histories(dtypes=SCALABLE, overflows=False), loss_scales(off=False), st.data())
-def test_a_power_of_two_changes_not_one_bit(case, history, scale, data):
-    step = data.draw(st.sampled_from([joined, split]))
-    # An ordinary step of no gradients may do something; with a scale it is not taken.
-    assume(case.cls is not HostCounted or all(any(step) for step in history.steps))
-    params, optimizer = train(case, history, scale, step)
-    unscaled_params, unscaled = train(case, history, Scale("none", 1.0), plain)
-    assert bits(params) == bits(unscaled_params)
-    assert state_of(optimizer) == state_of(unscaled)
-
-
-@fewer(0.25)
-@given(cases(), histories(dtypes=[torch.float16], overflows=False), powers_of_two(-4, 10))
-def test_scaled_float16_gradients_step_as_unscaled_ones(case, history, number):
-    params, _ = train(case, history, Scale("number", number), joined)
-    unscaled_params, _ = train(case, history, Scale("none", 1.0), plain)
-    assert bits(params) == bits(unscaled_params)
-
-
 @fewer(0.25)
 @given(cases(), histories(overflows=False), st.floats(0.01, 100.0))
 def test_any_other_scale_changes_little(case, history, number):
@@ -208,62 +147,11 @@ def test_any_other_scale_changes_little(case, history, number):
             assert_close(p, twin, ulps=64, size=16)
 
 
-# --- split and joined -----------------------------------------------------------------------------
-
-
-@fewer(0.4)
-@given(any_case(), histories(dtypes=(*FULL, torch.bfloat16), expanded=True), loss_scales())
-def test_split_is_joined(case, history, scale):
-    if scale.kind == "none":
-        history = History(
-            history.params,
-            tuple(s for s, bad in zip(history.steps, history.overflows, strict=True) if not bad),
-            (),
-        )
-    one, first = train(case, history, scale, joined)
-    two, second = train(case, history, scale, split)
-    assert bits(one) == bits(two)
-    # A skip may create fresh state on the one way and not on the other.
-    for ours, theirs in zip(state_of(first), state_of(second), strict=True):
-        assert (ours or theirs) == (theirs or ours)
+# --- norms ----------------------------------------------------------------------------------------
 
 
 def clipped(optimizer: Any, scale: Any) -> Any:
     return optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.5)
-
-
-def clipped_by_torch(optimizer: Any, scale: Any) -> Any:
-    optimizer.unscale(grads_scaled_by=scale)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(params, 0.5)
-    return optimizer.step_after_unscale()
-
-
-@fewer(0.35)
-@given(
-    any_case(),
-    # torch takes the norm of mixed dtypes in the narrowest.
-    st.sampled_from([torch.float32, torch.float64]).flatmap(lambda d: histories(dtypes=[d])),
-    loss_scales(),
-)
-def test_max_norm_clips_as_torch_does_between_unscale_and_step(case, history, scale):
-    assume(scale.kind != "none" or not any(history.overflows))
-    one, _ = train(case, history, scale, clipped)
-    two, _ = train(case, history, scale, clipped_by_torch)
-    loose = case.options.get("eps", 1.0) < 0.125
-    for p, twin in zip(one, two, strict=True):
-        # Each is scaled by one factor, which cancels where only a gradient's sign matters.
-        assert_close(p, twin, ulps=2**12 if loose else 64, size=4)
-
-
-@fewer(0.4)
-@given(any_case(), histories(dtypes=(torch.float32, torch.float64), max_steps=1), loss_scales())
-def test_grad_norm_is_the_norm_of_unscaled_gradients_before_clipping(case, history, scale):
-    assume(not any(history.overflows))
-    params, optimizer = train(case, history, scale, clipped)
-    grads = [g.tensor().double().reshape(-1) for g in history.steps[0] if g is not None]
-    expected = torch.linalg.vector_norm(torch.cat([*grads, torch.zeros(1).double()]))
-    torch.testing.assert_close(optimizer.grad_norm.double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
@@ -291,26 +179,6 @@ def test_the_norm_of_float32_gradients_may_exceed_float32_when_squared():
 # --- groups, order, layouts, dtypes ---------------------------------------------------------------
 
 
-@fewer(0.35)
-@given(any_case(), histories(dtypes=SCALABLE), loss_scales(off=False), st.data())
-def test_partition_into_groups_and_order_do_not_matter(case, history, scale, data):
-    assume(case.cls is not HostCounted)  # its random numbers follow the order
-    indices = data.draw(st.permutations(range(len(history.params))))
-    cuts = data.draw(st.sets(st.integers(1, 2)))
-
-    def regrouped(params: list[Parameter]) -> Any:
-        ordered = [params[i] for i in indices]
-        bounds = [0, *sorted(cuts), len(ordered)]
-        parts = [ordered[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-        return [{"params": part} for part in parts if part]
-
-    one, first = train(case, history, scale, joined)
-    two, second = train(case, history, scale, joined, groups=regrouped)
-    assert bits(one) == bits(two)
-    for p, twin in zip(one, two, strict=True):
-        assert bits(dict(first.state[p])) == bits(dict(second.state[twin]))
-
-
 def test_a_neighbour_that_has_taken_more_steps_changes_no_bit():
     """With several step counts, scalars are a vector, by which torch divides differently."""
     results = []
@@ -324,47 +192,6 @@ def test_a_neighbour_that_has_taken_more_steps_changes_no_bit():
             optimizer.step()
         results.append(bits(param))
     assert results[0] == results[1]
-
-
-@fewer(0.4)
-@given(any_case(), histories(dtypes=FULL), loss_scales(off=False))
-def test_layout_does_not_matter_and_stays(case, history, scale):
-    dense = History(
-        tuple(contiguous(p) for p in history.params),
-        tuple(tuple(contiguous(g) for g in step) for step in history.steps),
-        history.overflows,
-    )
-    one, first = train(case, history, scale, joined)
-    two, second = train(case, dense, scale, joined)
-    assert bits(one) == bits(two)
-    assert state_of(first) == state_of(second)
-    for p, blueprint in zip(one, history.params, strict=True):
-        assert p.stride() == blueprint.tensor().stride()
-
-
-def contiguous(blueprint: Any) -> Any:
-    if blueprint is None:
-        return None
-    return Blueprint(blueprint.shape, blueprint.numbers, blueprint.dtype)
-
-
-@fewer(0.4)
-@given(cases(), histories(dtypes=[torch.complex64, torch.complex128]), loss_scales(off=False))
-def test_complex_parameters_are_pairs_of_reals(case, history, scale):
-    def as_real(blueprint: Any) -> Any:
-        if blueprint is None:
-            return None
-        parts = tuple(x for z in map(complex, blueprint.numbers) for x in (z.real, z.imag))
-        return Blueprint((*blueprint.shape, 2), parts, blueprint.dtype.to_real())
-
-    real = History(
-        tuple(map(as_real, history.params)),
-        tuple(tuple(map(as_real, step)) for step in history.steps),
-        history.overflows,
-    )
-    one, _ = train(case, history, scale, joined)
-    two, _ = train(case, real, scale, joined)
-    assert bits([torch.view_as_real(p.detach()) for p in one]) == bits(two)
 
 
 @pytest.mark.parametrize("step", [plain, joined, split])
@@ -443,60 +270,12 @@ def both_step(*trainings: tuple[Sequence[Parameter], Any], grads: Sequence[float
         optimizer.step()
 
 
-CHANGES: dict[str, tuple[type, Callable[[Any, list[Parameter]], object]]] = {
-    "learning rate": (ampopt.AdamW, lambda o, ps: o.param_groups[0].update(lr=0.25)),
-    "learning rate to a tensor": (
-        ampopt.AdamW,
-        lambda o, ps: o.param_groups[0].update(lr=torch.tensor(0.25)),
-    ),
-    "weight decay": (ampopt.SGD, lambda o, ps: o.param_groups[0].update(weight_decay=0.5)),
-    "momentum on": (ampopt.SGD, lambda o, ps: o.param_groups[0].update(momentum=0.5)),
-    "maximize": (ampopt.Adam, lambda o, ps: o.param_groups[0].update(maximize=True)),
-    "betas": (ampopt.Adam, lambda o, ps: o.param_groups[0].update(betas=(0.5, 0.5))),
-    "frozen": (ampopt.Adam, lambda o, ps: ps[0].requires_grad_(False)),
-    "data replaced": (ampopt.Adam, lambda o, ps: setattr(ps[0], "data", torch.full((3,), 9.0))),
-    "data written": (ampopt.Adam, lambda o, ps: ps[0].data.fill_(9.0)),
-    "data grown": (ampopt.SGD, lambda o, ps: setattr(ps[0], "data", torch.ones(6)[:3])),
-    "state cleared": (ampopt.Adam, lambda o, ps: o.state.clear()),
-    "state of one dropped": (ampopt.Adam, lambda o, ps: o.state.pop(ps[0], None)),
-    "state written": (ampopt.Adam, lambda o, ps: o.state[ps[0]]["exp_avg"].fill_(3.0)),
-    "state replaced": (
-        ampopt.Adam,
-        lambda o, ps: o.state[ps[0]].update(exp_avg=torch.full((3,), 3.0)),
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_steps_are_noticed_as_in_torch(change):
-    cls, apply = CHANGES[change]
-    params, optimizer, twins, reference = twins_of(Case(cls, {"lr": 0.1}))
-    trainings = ((params, optimizer), (twins, reference))
-    for _ in range(3):
-        both_step(*trainings, grads=(1.0, 2.0))
-    for ps, opt in trainings:
-        apply(opt, ps)
-    for grads in ((1.0, 3.0), (-1.0, 2.0)):
-        both_step(*trainings, grads=grads)
-    assert_same_training(params, optimizer, twins, reference)
-
-
 def test_momentum_switched_off_and_on_again_keeps_its_buffer():
     params, optimizer, twins, reference = twins_of(Case(ampopt.SGD, {"lr": 0.1, "momentum": 0.9}))
     trainings = ((params, optimizer), (twins, reference))
     for momentum in (0.9, 0.0, 0.0, 0.9, 0.5):
         for _, opt in trainings:
             opt.param_groups[0]["momentum"] = momentum
-        both_step(*trainings, grads=(1.0, -2.0))
-    assert_same_training(params, optimizer, twins, reference)
-
-
-def test_a_learning_rate_tensor_may_be_changed_in_place():
-    params, optimizer, twins, reference = twins_of(Case(ampopt.AdamW, {"lr": torch.tensor(0.1)}))
-    trainings = ((params, optimizer), (twins, reference))
-    for lr in (0.1, 0.5, 0.25):
-        for _, opt in trainings:
-            opt.param_groups[0]["lr"].fill_(lr)
         both_step(*trainings, grads=(1.0, -2.0))
     assert_same_training(params, optimizer, twins, reference)
 
@@ -525,33 +304,6 @@ def test_amsgrad_may_be_switched_on_mid_training():
     both_step((params, optimizer), grads=(0.5,))
     state = optimizer.state[params[0]]
     assert bits(state["max_exp_avg_sq"]) == bits(state["exp_avg_sq"])
-
-
-def test_gradients_come_and_go():
-    params, optimizer, twins, reference = twins_of(Case(ampopt.Adam, {"lr": 0.1}), count=3)
-    trainings = ((params, optimizer), (twins, reference))
-    for grads in (
-        (1.0, None, 2.0),
-        (None, None, 1.0),
-        (None, None, None),
-        (1.0, 2.0, None),
-        (3.0, 1.0, 2.0),
-    ):
-        both_step(*trainings, grads=grads)
-    assert_same_training(params, optimizer, twins, reference)
-    assert [float(optimizer.state[p]["step"]) for p in params] == [3.0, 2.0, 3.0]
-
-
-def test_groups_may_be_added_mid_training():
-    params, optimizer, twins, reference = twins_of(Case(ampopt.AdamW, {"lr": 0.1}))
-    trainings = ((params, optimizer), (twins, reference))
-    both_step(*trainings, grads=(1.0, 2.0))
-    for ps, opt in trainings:
-        ps.append(Parameter(torch.full((3,), 5.0)))
-        opt.add_param_group({"params": [ps[-1]], "lr": 0.5, "weight_decay": 0.0, "amsgrad": True})
-    for _ in range(2):
-        both_step(*trainings, grads=(1.0, 2.0, 3.0))
-    assert_same_training(params, optimizer, twins, reference)
 
 
 def test_a_parameter_may_shrink_in_place_of_its_storage():
@@ -650,47 +402,8 @@ def test_torchs_own_step_is_not_called_without_gradients(monkeypatch):
 # --- saving and loading ---------------------------------------------------------------------------
 
 
-@fewer(0.35)
-@given(any_case(), histories(dtypes=(*FULL, *HALF), max_steps=3), st.data())
-def test_saving_and_loading_at_any_point_changes_nothing(case, history, data):
-    assume(case.cls not in (Plain, HostCounted) or torch.float16 not in dtypes_of(history))
-    at = data.draw(st.integers(0, len(history.steps) - 1), label="saved before step")
-    trained = []
-    for saves in (False, True):
-        torch.manual_seed(0)
-        params = history.build()
-        optimizer = case.make(params)
-        scale = ampopt.DynamicLossScale(init_scale=1.0, growth_interval=1000)
-        for index, gradients in enumerate(history.steps):
-            if saves and index == at:
-                optimizer, scale = reloaded(case, params, optimizer, scale)
-            set_gradients(params, gradients, scale.item())
-            _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
-        trained.append((bits(params), states_taken(optimizer), scale.state_dict()))
-    assert trained[0] == trained[1]
-
-
 def dtypes_of(history: History) -> set[torch.dtype]:
     return {p.dtype for p in history.params}
-
-
-def reloaded(case: Case, params: list[Parameter], optimizer: Any, scale: Any) -> tuple[Any, Any]:
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "scale": scale.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    new, new_scale = case.make(params), ampopt.DynamicLossScale()
-    new.load_state_dict(saved["optimizer"])
-    new_scale.load_state_dict(saved["scale"])
-    return new, new_scale
-
-
-def states_taken(optimizer: Any) -> list[Any]:
-    """The states of each parameter; ``None`` if only skipped steps have made them."""
-    return [
-        state if state and any(any(value.data) for value in state.values()) else None
-        for state in state_of(optimizer)
-    ]
 
 
 def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
@@ -753,46 +466,3 @@ def test_backends_agree(backend, case, history, scale):
     for p, twin in zip(one, two, strict=True):
         assert_close(p, twin, ulps=2**12 if loose else 4, size=16)
     assert [s and s.keys() for s in state_of(first)] == [s and s.keys() for s in state_of(second)]
-
-
-# --- the whole story ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
-@pytest.mark.parametrize("step", [joined, split])
-def test_a_whole_training_with_skips_growth_and_a_checkpoint(cls, step):
-    """With a finite step, two overflows, recovery and growth; every counter is checked."""
-    param = Parameter(torch.tensor([1.0, 2.0]))
-    reference = Parameter(param.detach().clone())
-    optimizer, unscaled = cls([param], lr=0.25), cls([reference], lr=0.25)
-    limit = 2.0**15  # what a gradient may be times the scale; think of float16
-    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**15, growth_interval=3, hysteresis=1)
-    story = [
-        # gradient, skipped, scale after, finite steps counted after
-        (1.0, False, 2.0**15, 1),
-        (4.0, True, 2.0**14, 0),
-        (4.0, True, 2.0**13, 0),
-        (4.0, False, 2.0**13, 1),
-        (1.0, False, 2.0**13, 2),
-        (2.0, False, 2.0**14, 0),
-        (1.0, False, 2.0**14, 1),
-    ]
-    taken = 0
-    for size, skipped, scale_after, counted in story:
-        scaled = torch.tensor([size, -size]) * scale.value
-        param.grad = torch.where(scaled.abs() > limit, INF, scaled)
-        before = bits(param)
-        result = step(optimizer, scale)
-        scale = result.scale
-
-        assert result.skipped is skipped
-        assert (bits(param) == before) is skipped
-        assert scale.item() == scale_after
-        assert scale.state_dict()["growth"] == counted
-        if not skipped:
-            taken += 1
-            reference.grad = torch.tensor([size, -size])
-            unscaled.step()
-        assert bits(param) == bits(reference)
-        if "step" in optimizer.state[param]:
-            assert float(optimizer.state[param]["step"]) == taken
