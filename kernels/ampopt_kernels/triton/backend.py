@@ -99,7 +99,7 @@ class Triton(Backend):
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each chunk."""
         table, squares, measures = Table.of(work), None, None
-        flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
+        flags = torch.empty(table.n_chunks, dtype=torch.float32, device=work.device)
         if request.accumulate:
             self._run(work, ACCUMULATE, request.scale, request.found_inf, flags)
         else:
@@ -107,7 +107,7 @@ class Triton(Backend):
             of = detect(norm=norm, measure=request.measure, writes=request.write)
             found = self._run(work, of, request.grad_scale, None, flags)
             squares, measures = found[0] if norm else None, found if request.measure else None
-        report = GradientReport(flags, table.row_of_block, work.owners, measures)
+        report = GradientReport(flags, table.row_of_chunk, work.owners, measures)
         return Partials(flags, squares, (report,))
 
     def _run(
@@ -121,7 +121,7 @@ class Triton(Backend):
         """Run a pass; see ``pass_launches``. Returns ``parts``."""
         parts, n = None, sum(how != "any" for how in of.terms)
         if n:
-            shape = n, Table.of(work).n_blocks
+            shape = n, Table.of(work).n_chunks
             parts = torch.empty(shape, dtype=torch.float64, device=work.device)
         for launched in pass_launches(work, of, coefficients, h, flags, parts):
             self._launch(work.device, *launched)

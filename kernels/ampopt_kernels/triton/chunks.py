@@ -22,13 +22,13 @@ __all__ = [
 
 
 @jit
-def chunk_of(table, blocks, program, chunk, COLUMNS: tl.constexpr):
+def chunk_of(table, chunks, program, chunk, COLUMNS: tl.constexpr):
     """The chunk of a program.
 
     Args:
         table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
-        blocks: int32, shape (programs, 2): row and chunk of each program.
-        program: the number of the program in ``blocks``.
+        chunks: int32, shape (programs, 2): row and chunk of each program.
+        program: the number of the program in ``chunks``.
         chunk: elements for each program.
         COLUMNS: the width of ``table``.
 
@@ -36,8 +36,8 @@ def chunk_of(table, blocks, program, chunk, COLUMNS: tl.constexpr):
         The index of the row; the pointer to it; the chunk's first element; and the number of
         elements of the row.
     """
-    index = tl.load(blocks + 2 * program).to(tl.int64)
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
+    index = tl.load(chunks + 2 * program).to(tl.int64)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * chunk
     row = table + index * COLUMNS
     return index, row, start, tl.load(row + COLUMNS - 1)
 

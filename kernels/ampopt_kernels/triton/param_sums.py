@@ -17,7 +17,7 @@ def sum_launch(work: Work, parts: Tensor, sums: Tensor) -> tuple[Variant, int, d
     """The variant, number of programs and arguments of the launch of ``sum_kernel``."""
     table = Table.of(work)
     spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
-    arguments = {"parts": parts, "n_parts": table.n_blocks, "spans": spans, "sums": sums}
+    arguments = {"parts": parts, "n_parts": table.n_chunks, "spans": spans, "sums": sums}
     variant = variant_of(sum_kernel, {"N_TERMS": len(parts), "PARTS": PARTS})
     return variant, len(work.rows), arguments
 

@@ -149,9 +149,9 @@ def pass_launches(
         ]
     of_all = {
         "table": table.addresses,
-        "blocks": table.blocks,
+        "chunks": table.chunks,
         "chunk": table.chunk,
-        "n_parts": table.n_blocks,
+        "n_parts": table.n_chunks,
         "coefficients": coefficients,
         "h_table": h,
         "flags": flags,
@@ -183,7 +183,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
 @functools.partial(kernel, name=lambda compiled: f"{compiled.constants['PASS'].name}_kernel")
 def pass_kernel(
     table,
-    blocks,
+    chunks,
     first,
     chunk,
     n_parts,
@@ -213,8 +213,8 @@ def pass_kernel(
 
     Args:
         table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
-        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
-        first: the number of this launch's first program in ``blocks``.
+        chunks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``chunks``.
         chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
         n_parts: the number of programs of all launches.
         coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
@@ -244,7 +244,7 @@ def pass_kernel(
     program = first + tl.program_id(0)
     if CHUNK is not None:
         chunk = CHUNK
-    index, row, start, numel = chunk_of(table, blocks, program, chunk, COLUMNS)
+    index, row, start, numel = chunk_of(table, chunks, program, chunk, COLUMNS)
     if PASS.decided:
         numbers = numbers_of(coefficients, h_table, index, N_H, ROW.compute)
     else:

@@ -76,7 +76,7 @@ once."""
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: programs ``start`` to ``stop`` of the block table, over rows of one kind.
+    """One launch: programs ``start`` to ``stop`` of the table of chunks, over rows of one kind.
 
     Attributes:
         start: its first program.
@@ -128,8 +128,8 @@ class Table:
         columns: the width of the table.
         scale_columns: how many of them are for scales, after the states' columns; 0 if no row has
             codecs.
-        blocks: int32, on the device: (row, chunk) of each program.
-        row_of_block: the row of each program.
+        chunks: int32, on the device: (row, chunk) of each program.
+        row_of_chunk: the row of each chunk.
         spans: for each row its first program, and the program after its last.
         block: elements that a program reads at a time.
         chunk: elements for each program.
@@ -148,8 +148,8 @@ class Table:
     on_host: array
     columns: int
     scale_columns: int
-    blocks: Tensor
-    row_of_block: list[int]
+    chunks: Tensor
+    row_of_chunk: list[int]
     spans: list[int]
     block: int
     chunk: int
@@ -162,9 +162,9 @@ class Table:
     variants: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def n_blocks(self) -> int:
+    def n_chunks(self) -> int:
         """The number of programs of all launches."""
-        return len(self.row_of_block)
+        return len(self.row_of_chunk)
 
     @staticmethod
     def of(work: Work) -> "Table":
@@ -228,15 +228,15 @@ class Table:
             kind = row.kind, 16 if aligned[index] else 1, EVEN if even else 1
             kinds.setdefault(kind, []).append(index)
         chunk = _chunk(sum(sizes))
-        launches, blocks, spans = _launches(work, kinds, [-(-size // chunk) for size in sizes])
+        launches, chunks, spans = _launches(work, kinds, [-(-size // chunk) for size in sizes])
         get, numbers = work.uploads.get, array("q", rows)
         return Table(
             addresses=get(_name("rows", work), numbers, torch.int64, work.device),
             on_host=numbers,
             columns=8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps,
             scale_columns=n_scales,
-            blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
-            row_of_block=blocks[::2],
+            chunks=get(_name("chunks", work), chunks, torch.int32, work.device),
+            row_of_chunk=chunks[::2],
             spans=spans,
             block=BLOCK,
             chunk=chunk,
@@ -258,33 +258,33 @@ def _padded(numbers: list[int], n: int) -> list[int]:
 
 
 def _launches(
-    work: Work, kinds: dict[tuple[Any, int, int], list[int]], n_chunks: list[int]
+    work: Work, kinds: dict[tuple[Any, int, int], list[int]], counts: list[int]
 ) -> tuple[list[Launch], list[int], list[int]]:
     """Divide the chunks of all rows among programs.
 
     Args:
         work: the rows.
         kinds: the indices of the rows of one launch, by their kind, ``align`` and ``even``.
-        n_chunks: the number of chunks of each row.
+        counts: the number of chunks of each row.
 
     Returns:
         The launches; row and chunk of each program; and for each row its first program, and the
         program after its last.
     """
     launches: list[Launch] = []
-    blocks: list[int] = []
-    spans = [0] * (2 * len(n_chunks))
+    chunks: list[int] = []
+    spans = [0] * (2 * len(counts))
     for (_, align, even), members in kinds.items():
-        start = len(blocks) // 2
+        start = len(chunks) // 2
         for index in members:
-            first = len(blocks) // 2
-            spans[2 * index : 2 * index + 2] = first, first + n_chunks[index]
-            for chunk in range(n_chunks[index]):
-                blocks += (index, chunk)
-        stop = len(blocks) // 2
+            first = len(chunks) // 2
+            spans[2 * index : 2 * index + 2] = first, first + counts[index]
+            for chunk in range(counts[index]):
+                chunks += (index, chunk)
+        stop = len(chunks) // 2
         if stop > start:
             launches.append(Launch(start, stop, work.rows[members[0]], align, even))
-    return launches, blocks, spans
+    return launches, chunks, spans
 
 
 def state_columns(rule: Rule | None) -> int:

@@ -83,7 +83,7 @@ def test_every_chunk_once(plan):
         if kernel != "update_kernel":
             continue
         first = arguments["first"]
-        for index, chunk in arguments["blocks"].view(-1, 2)[first : first + programs].tolist():
+        for index, chunk in arguments["chunks"].view(-1, 2)[first : first + programs].tolist():
             covered.append((index, chunk))
             assert arguments["ROW"].flags == work.rows[index].flags
             of, grad = work.rows[index], work.grads[index]
@@ -162,16 +162,16 @@ def test_tables_are_sent_when_an_address_changed():
     def tables(grads):
         again = Work(CPU, work.rows, grads, work.rule, work.hyper, work.uploads)
         arguments = launched(again)[-1][2]
-        return arguments["table"], arguments["blocks"]
+        return arguments["table"], arguments["chunks"]
 
     first = tables(work.grads)
     same = tables(work.grads)
     assert all(a is b for a, b in zip(first, same, strict=True))
     moved = [work.grads[0], work.grads[1].clone()]
-    table, blocks = tables(moved)
+    table, chunks = tables(moved)
     assert table is not first[0]
     assert table.view(2, -1)[1, 0] == moved[1].data_ptr()
-    assert blocks is first[1]
+    assert chunks is first[1]
 
 
 @pytest.mark.parametrize("in_cpp", [False, True])
