@@ -1,4 +1,4 @@
-"""A skipped step changes no bit, wherever and whenever the overflow is."""
+"""Skipped steps in special cases; of every optimizer, see ``ampopt/testing/test_built_ins.py``."""
 
 import copy
 from typing import Any
@@ -7,18 +7,13 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.fresh_states import is_fresh
 from support.gpus import ON_A_GPU
 from support.optimizers import ORDINARY
 from support.strategies import (
     Case,
-    History,
-    Scale,
     cases,
     fewer,
     gradients,
-    histories,
-    loss_scales,
     non_finite_steps,
     parameters,
     set_gradients,
@@ -27,7 +22,7 @@ from support.strategies import (
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing.bits import bits, everything, state_of
+from ampopt.testing.bits import bits, everything
 
 every_way = pytest.mark.parametrize(
     "backend", ["eager", "eager on a device", "triton", ON_A_GPU], indirect=True
@@ -43,112 +38,11 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-UNSCALABLE = (torch.float16,)
 INF = float("inf")
 
 
 def any_case() -> st.SearchStrategy[Case]:
     return cases() | st.sampled_from([Case(cls) for cls in ORDINARY])
-
-
-def unfit(case: Case, dtypes: set[torch.dtype]) -> bool:
-    """Whether the case needs unscaled float16 gradients, which hand-written steps cannot get."""
-    return case.cls in ORDINARY and not dtypes.isdisjoint(UNSCALABLE)
-
-
-@fewer(0.8)
-@given(any_case(), non_finite_steps(dtypes=DTYPES), loss_scales(off=False), st.data())
-def test_nothing_changes_when_any_gradient_has_a_non_finite_element(case, drawn, scale, data):
-    params, bad = drawn
-    assume(not unfit(case, {p.dtype for p in params}))
-    made = [p.parameter() for p in params]
-    optimizer = case.make(made)
-    for _ in range(data.draw(st.integers(0, 2), label="finite steps before")):
-        set_gradients(made, data.draw(gradients(params)))
-        optimizer.step()
-    before = everything(optimizer)
-    set_gradients(made, bad)
-
-    result = optimizer.unscale_and_step(grads_scaled_by=scale.make())
-
-    assert result.found_inf > 0
-    assert result.skipped
-    after = everything(optimizer)
-    assert after["parameters"] == before["parameters"]
-    assert after["groups"] == before["groups"]
-    assert after["random"] == before["random"]
-    for old, new in zip(before["state"], after["state"], strict=True):
-        if old:
-            assert new == old
-        elif new:  # what a skipped step has to create, it creates as if fresh
-            assert_fresh(new)
-
-
-def assert_fresh(state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        assert is_fresh(name, value), (name, value.shown)
-
-
-@fewer(0.4)
-@given(any_case(), histories(dtypes=DTYPES[:3]), loss_scales(off=False), st.booleans())
-def test_training_goes_on_as_if_the_skipped_steps_had_never_been(case, history, scale, split):
-    """In first and later steps, with momentum and dampening. Torch's fused SGD fails this test."""
-    params, optimizer = train(case, history, scale, split, with_overflows=True)
-    clean_params, clean = train(case, history, scale, split, with_overflows=False)
-    assert bits(params) == bits(clean_params)
-    assert without_fresh(optimizer) == without_fresh(clean)
-
-
-def train(
-    case: Case, history: History, scale: Scale, split: bool, with_overflows: bool
-) -> tuple[list[Parameter], ampopt.Optimizer]:
-    torch.manual_seed(0)  # the optimizers draw random numbers, and a skip must not
-    params = history.build()
-    optimizer = case.make(params)
-    for step, overflows in zip(history.steps, history.overflows, strict=True):
-        if with_overflows or not overflows:
-            set_gradients(params, step, scale.number)
-            attempt(optimizer, scale.make(), split)
-    return params, optimizer
-
-
-def attempt(optimizer: ampopt.Optimizer, scale: Any, split: bool) -> None:
-    if split:
-        optimizer.unscale(grads_scaled_by=scale)
-        optimizer.step_after_unscale()
-    else:
-        optimizer.unscale_and_step(grads_scaled_by=scale)
-
-
-def without_fresh(optimizer: ampopt.Optimizer) -> list[Any]:
-    """The states of each parameter; ``None`` if only skipped steps have made them."""
-    return [
-        state if state and not all(is_fresh(*entry) for entry in state.items()) else None
-        for state in state_of(optimizer)
-    ]
-
-
-@fewer(0.4)
-@given(cases(stateful=True), non_finite_steps(), st.integers(1, 3), st.data())
-def test_a_checkpoint_after_skips_alone_loads_as_an_untouched_optimizer(case, drawn, skips, data):
-    params, bad = drawn
-    made = [p.parameter() for p in params]
-    optimizer = case.make(made)
-    for _ in range(skips):
-        set_gradients(made, bad)
-        optimizer.unscale_and_step(grads_scaled_by=1.0)
-    saved = copy.deepcopy(optimizer.state_dict())
-
-    loaded_params, fresh_params = ([p.parameter() for p in params] for _ in range(2))
-    loaded, fresh = case.make(loaded_params), case.make(fresh_params)
-    loaded.load_state_dict(saved)
-    good = data.draw(gradients(params))
-    for opt, of in ((optimizer, made), (loaded, loaded_params), (fresh, fresh_params)):
-        set_gradients(of, good)
-        opt.unscale_and_step(grads_scaled_by=1.0)
-    assert bits(loaded_params) == bits(fresh_params)
-    assert bits(made) == bits(fresh_params)
-    assert without_fresh(loaded) == without_fresh(fresh)
 
 
 @fewer(0.4)
@@ -214,30 +108,6 @@ def test_one_bad_gradient_skips_every_group_and_dtype(where):
     assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
     assert bits(params) == before
     assert all(float(optimizer.state[p]["step"]) == 0 for p in params)
-
-
-@pytest.mark.parametrize("number", [0.0, -4.0, INF, float("nan")])
-@pytest.mark.parametrize("split", [False, True])
-def test_a_scale_on_the_device_that_is_no_scale_skips(number, split):
-    """A gradient divided by inf is a finite 0, so the scale itself is tested."""
-    param = Parameter(torch.ones(2))
-    optimizer = ampopt.AdamW([param])
-    param.grad = torch.ones(2)
-    before = bits(param)
-    attempt(optimizer, torch.tensor(number), split)
-    assert bits(param) == before
-    assert float(optimizer.state[param]["step"]) == 0
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_an_overflow_by_unscaling_alone_is_an_overflow(split):
-    """``GradScaler`` tests scaled gradients only, and applies the infinity (trap T5)."""
-    param = Parameter(torch.ones(2))
-    optimizer = ampopt.SGD([param], lr=1.0)
-    param.grad = torch.tensor([1e37, 1.0])
-    before = bits(param)
-    attempt(optimizer, 2.0**-10, split)
-    assert bits(param) == before
 
 
 def test_gradients_are_tested_in_float64_for_float64_parameters():
