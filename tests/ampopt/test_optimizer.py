@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from support.fixtures import either_host
-from support.optimizers import OF_EACH_KIND, SOME_RULES, Plain, Signed, sgd
+from support.optimizers import OF_EACH_KIND, SOME_RULES, Plain, sgd
 from support.training_loops import INF, overflow
 from torch import Tensor
 from torch.nn import Parameter
@@ -384,25 +384,6 @@ def test_grad_norm_without_gradients_is_0_not_that_of_an_earlier_step(cls, how, 
             optimizer.unscale_and_step(lambda _: 1.0, scale, max_norm=1.0)
         norm = optimizer.grad_norm
         assert (norm.item(), norm.dtype, norm.shape) == (expected, torch.float32, ())
-
-
-# --- copies ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Signed, Plain])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_step_as_the_original_does(cls, duplicate):
-    param = Parameter(torch.ones(3))
-    optimizer = cls([param])
-    param.grad = torch.ones(3)
-    optimizer.unscale_and_step(grads_scaled_by=2.0)
-    twin = duplicate(optimizer)
-    (twin_param,) = twin.param_groups[0]["params"]
-    assert twin_param is not param
-    for p, opt in ((param, optimizer), (twin_param, twin)):
-        p.grad = torch.tensor([1.0, 2.0, 3.0])
-        opt.unscale_and_step(grads_scaled_by=2.0)
-    assert bits(param) == bits(twin_param)
 
 
 # --- what autograd knows of a step ----------------------------------------------------------------

@@ -192,42 +192,6 @@ def test_lbfgs_is_torchs(options, backend):
 
 
 @each_optimizer
-def test_a_power_of_two_changes_no_bit(options, backend):
-    plain, scaled = options.ours(initial(options)), options.ours(initial(options))
-    source = gradients(options)
-    for exponent in (16, -3, 20):
-        grads = source()
-        give(plain, grads)
-        give(scaled, grads, 2.0**exponent)
-        plain.step()
-        result = scaled.unscale_and_step(grads_scaled_by=2.0**exponent)
-        assert not result.skipped
-    assert bits(scaled.param_groups[0]["params"]) == bits(plain.param_groups[0]["params"])
-    assert state_of(scaled) == state_of(plain)
-
-
-@each_optimizer
-def test_skipped_steps_leave_no_trace(options, backend):
-    straight, stumbling = options.ours(initial(options)), options.ours(initial(options))
-    source = gradients(options)
-    for bad in (True, False, True, False, False):
-        grads = source()
-        give(stumbling, spoiled(grads) if bad else grads)
-        before = bits(stumbling.param_groups[0]["params"]), state_of(stumbling)
-        result = stumbling.unscale_and_step(grads_scaled_by=1.0)
-        assert result.skipped == bad
-        if bad:
-            assert bits(stumbling.param_groups[0]["params"]) == before[0]
-            if any(before[1]):
-                assert state_of(stumbling) == before[1]
-        else:
-            give(straight, grads)
-            straight.step()
-    assert bits(stumbling.param_groups[0]["params"]) == bits(straight.param_groups[0]["params"])
-    assert state_of(stumbling) == state_of(straight)
-
-
-@each_optimizer
 def test_a_learning_rate_that_changes_after_a_skipped_first_step_is_the_first_one(options, backend):
     fresh = options.ours(initial(options), lr=2.0**-5)
     stumbling = options.ours(initial(options), lr=2.0**-6)
