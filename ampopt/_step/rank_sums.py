@@ -160,12 +160,8 @@ class LinesOfRanks:
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
-        keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
-        each = [(work, stack) for work, of in zip(works, lines, strict=True) for stack in of]
-        device = (each[0][0] if each else works[0]).device
-        self._add_up(
-            [(work.rows[stack.members[0]], stack.sums) for work, stack in each], keys, device
-        )
+        with_lines = (work for work, stacks in zip(works, lines, strict=True) if stacks)
+        self._add_up(works, lines, next(with_lines, works[0]).device)
 
     def join_without_gradients(self, device: torch.device) -> None:
         """Take part in the all-reduce of other ranks, without gradients on this one.
@@ -176,23 +172,19 @@ class LinesOfRanks:
         self._add_up([], [], device)
 
     def _add_up(
-        self, stacks: Sequence[tuple[Any, list[Tensor]]], keys: Sequence[int], device: torch.device
+        self, works: Sequence[Work], lines: Sequence[list[LineSums]], device: torch.device
     ) -> None:
-        """Replace sums over local lines by those over whole parameters.
-
-        Args:
-            stacks: the first row of each stack, and its sums; of a sharded parameter the only one.
-            keys: the ``id`` of each parameter with a gradient.
-            device: where to all-reduce.
-        """
+        """Replace the ``lines`` of each work, sums over local shards; all-reduce on ``device``."""
         if not self._first_parts:  # no parameter is a DTensor with rows and columns
             return
+        keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
         message = torch.zeros(sum(self._sizes), dtype=widest(device), device=device)
         parts = message.split(self._sizes)
         self._same.write_counts(parts[0], keys)
-        for row, sums in stacks:
-            own = row.row_column_means
-            if own.shard is not None:
+        pairs = zip(works, lines, strict=True)
+        for row, sums in [(w.rows[s.members[0]], s.sums) for w, stacks in pairs for s in stacks]:
+            own: Any = row.row_column_means
+            if own.shard is not None:  # then it is the only parameter of its stack
                 for i, over in enumerate(own.over):
                     part = parts[self._first_parts[row.owner.key] + i]
                     whole = part.view(1, *shape_of_lines(own.whole_shape, over))
