@@ -8,7 +8,7 @@ import functools
 import math
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
-from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Compiled"]
 
@@ -65,9 +64,12 @@ class Compiled(Backend):
         self._make_kinds(work, work.rule)
 
     def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare_decision`. Waits for the compiler at a first accumulate."""
+        """See :meth:`Backend.prepare_decision`. Waits for the compiler at first uses."""
         if request.accumulate:
             self._make_kinds(work, ACCUMULATION)
+        if request.write and not self.unscales_in_update(request):
+            for rows in Table.of(work).gradients:
+                rows.compile(unscales=True)
 
     def _make_kinds(self, work: Work, rule: Rule) -> None:
         """Compile ``rule`` for the rows of ``work``, unless it is."""
@@ -128,7 +130,7 @@ class Compiled(Backend):
             own = None if own is None else own.T
             reports = (GradientReport(overflows, places, work.owners, own),)
         if request.write and not self.unscales_in_update(request):
-            _unscale(work.present_grads, inverse)
+            _unscale(work, inverse)
         no_flags = finite and squares is None
         return Partials([] if no_flags else list(map(bool, flags)), squares, reports)
 
@@ -181,7 +183,7 @@ class Compiled(Backend):
         skip, inverse, clip = decision.coefficients_on_host
         if skip > 0:
             if decision.unscales:
-                _unscale(work.present_grads, inverse)
+                _unscale(work, inverse)
             return
         sums = () if decision.sums is None else tuple(map(Tensor.contiguous, decision.sums))
         table, addresses = Table.of(work), tuple(map(Tensor.data_ptr, sums)) or (None, None)
@@ -191,15 +193,12 @@ class Compiled(Backend):
             objects.bump_versions(work.present_grads)
 
 
-def _unscale(grads: Sequence[Tensor], inverse: float) -> None:
-    """Multiply ``grads`` in place by ``inverse``, the reciprocal of their scale."""
-    alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
-    if alike:
-        torch._foreach_mul_(alike, inverse)  # pyright: ignore[reportPrivateImportUsage]
-    for grad in grads:
-        # torch would round the reciprocal to half precision first: in float16, 2**-25 becomes 0.
-        if grad.dtype != arithmetic(grad.dtype):
-            grad.copy_(grad.to(arithmetic(grad.dtype)) * inverse)
+def _unscale(work: Work, inverse: float) -> None:
+    """Multiply the gradients of ``work`` in place by ``inverse``, the reciprocal of their scale."""
+    table = Table.of(work)
+    for rows in table.gradients:
+        rows.unscale(table.grads_at, inverse)
+    objects.bump_versions(work.present_grads)
 
 
 def _needed(error: Exception) -> str:

@@ -1,7 +1,7 @@
 // Loops over the elements of gradients of one dtype, which gradients.py compiles for each dtype and
 // calls. FORMAT is the dtype's index in dtypes.py. So that a first step hardly waits for the
 // compiler, they use no header of torch or Python, and what few steps need is compiled only for
-// them: sums of squares with LEVEL 1 or more, measures with LEVEL 2.
+// them: to unscale in place, and sums of squares, with LEVEL 1 or more; measures with LEVEL 2.
 
 // Without this, g++ uses vectors of half the width of the processor's.
 #if defined(__AVX512F__) && !defined(__clang__)
@@ -23,10 +23,14 @@ static inline float magnitude16(int16_t b) {
 typedef int16_t T;
 typedef float Number;
 #define NUMBER magnitude16
+#define LOAD from_float16
+#define STORE to_float16
 #elif FORMAT == 1
 typedef int16_t T;
 typedef float Number;
 #define NUMBER from_bfloat16
+#define LOAD from_bfloat16
+#define STORE to_bfloat16
 #elif FORMAT == 2
 typedef int32_t T;
 typedef float Number;
@@ -81,11 +85,11 @@ static int64_t count_parts(const int64_t* grads, const Row* rows, int64_t n) {
 
 constexpr int64_t WORTH_THREADS = 64;  // fewer parts take less time than starting threads does
 
-// Calls each(elements, their number) for each part, and writes what it returns to ``results``.
-template <typename Result, typename Each>
+// Calls each(elements, their number, index of the part) for each part.
+template <typename Each>
 static inline void each_part(
     const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t count,
-    Result* results, const Each& each
+    const Each& each
 ) {
     if (count < WORTH_THREADS) threads = 1;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -93,12 +97,12 @@ static inline void each_part(
         const int64_t from = count * thread / threads, to = count * (thread + 1) / threads;
         int64_t part = 0;
         for (int64_t i = 0; i < n && part < to; ++i) {
-            const T* x = (const T*)grads[rows[i].place];
+            T* x = (T*)grads[rows[i].place];
             const int64_t own = parts_of(grads, rows[i]);
             int64_t k = from > part ? from - part : 0;
             for (; k < own && part + k < to; ++k) {
                 const int64_t left = rows[i].size - k * PART;
-                results[part + k] = each(x + k * PART, left < PART ? left : PART);
+                each(x + k * PART, left < PART ? left : PART, part + k);
             }
             part += own;
         }
@@ -122,7 +126,9 @@ extern "C" int64_t all_below(
 ) {
     const int64_t count = count_parts(grads, rows, n);
     T* most = new T[count];
-    each_part(grads, rows, n, threads, count, most, largest);
+    each_part(grads, rows, n, threads, count, [=](const T* x, int64_t size, int64_t part) {
+        most[part] = largest(x, size);
+    });
     bool below = true;
     for (int64_t i = 0, part = 0; i < n; ++i)
         for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part)
@@ -132,6 +138,33 @@ extern "C" int64_t all_below(
 }
 
 #if LEVEL >= 1
+
+__attribute__((noinline)) static void multiply(T* x, int64_t size, Number factor) {
+#if FORMAT < 2
+    uint16_t* halves = (uint16_t*)x;
+    constexpr int64_t BLOCK = 64;
+    float numbers[BLOCK];
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const int64_t n = lesser(BLOCK, size - i);
+        widen<LOAD>(halves + i, n, numbers);
+        for (int64_t j = 0; j < n; ++j) numbers[j] *= factor;
+        narrow<STORE>(numbers, n, halves + i);
+    }
+#else
+    Number* numbers = (Number*)x;
+    for (int64_t i = 0; i < size; ++i) numbers[i] *= factor;
+#endif
+}
+
+// Multiplies each element by ``inverse``, in float64 if it is float64, else in float32.
+extern "C" void unscale(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, double inverse
+) {
+    const int64_t count = count_parts(grads, rows, n);
+    each_part(grads, rows, n, threads, count, [=](T* x, int64_t size, int64_t) {
+        multiply(x, size, inverse);
+    });
+}
 
 // x * x + y, rounded twice, or once where that is faster and the same: the square of a float has at
 // most 48 bits.
@@ -178,8 +211,8 @@ extern "C" void sums_of_squares(
 ) {
     const int64_t count = count_parts(grads, rows, n);
     double* partial = new double[count];
-    each_part(grads, rows, n, threads, count, partial, [](const T* x, int64_t size) {
-        return squares(x, size, [](const Vector&) {});
+    each_part(grads, rows, n, threads, count, [=](const T* x, int64_t size, int64_t part) {
+        partial[part] = squares(x, size, [](const Vector&) {});
     });
     for (int64_t i = 0, part = 0; i < n; ++i)
         for (const int64_t end = part + parts_of(grads, rows[i]); part < end; ++part)
@@ -239,8 +272,8 @@ extern "C" void measure(
 ) {
     const int64_t count = count_parts(grads, rows, n);
     Measures* partial = new Measures[count];
-    each_part(grads, rows, n, threads, count, partial, [=](const T* x, int64_t size) {
-        return measures(x, size, bounds);
+    each_part(grads, rows, n, threads, count, [=](const T* x, int64_t size, int64_t part) {
+        partial[part] = measures(x, size, bounds);
     });
     for (int64_t i = 0, part = 0; i < n; ++i) {
         double* of = columns[rows[i].place];

@@ -1,4 +1,4 @@
-"""Reads the gradients of a step by C++: tests for inf/NaN, sums of squares, measures.
+"""Reads the gradients of a step by C++: tests for inf/NaN, sums of squares, measures; unscales.
 
 The gradients of one dtype are read in one call, once each. Results do not depend on the number of
 threads.
@@ -37,6 +37,7 @@ def _functions(dtype: torch.dtype, level: int) -> ctypes.CDLL:
     if level >= _SQUARES:
         library.sums_of_squares.argtypes = (*rows, pointer)
         library.sums_of_squares.restype = None
+        library.unscale.argtypes, library.unscale.restype = (*rows, ctypes.c_double), None
     if level >= _MEASURES:
         library.measure.argtypes = (*rows, pointer, ctypes.c_double, pointer, pointer)
         library.measure.restype = None
@@ -62,9 +63,13 @@ class GradientRows:
         self._dtypes, self._rows = (dtype, compute_dtype), rows
         self._at = rows.buffer_info()[0], len(rows) // 2
 
-    def compile(self) -> None:
-        """Wait for the compiler, if the test for inf/NaN has not been compiled on this machine."""
-        _functions(self._dtypes[0], _TESTS)
+    def compile(self, *, unscales: bool = False) -> None:
+        """Wait for the compiler, if the test for inf/NaN has not been compiled on this machine.
+
+        Args:
+            unscales: whether to compile :meth:`unscale`, too.
+        """
+        _functions(self._dtypes[0], _SQUARES if unscales else _TESTS)
 
     def all_finite(self, grads: int, inverse: float, flags: bytearray) -> bool:
         """Whether all gradients are finite once unscaled. Else sets the flags of rows to 1.
@@ -81,6 +86,11 @@ class GradientRows:
         own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
         below = _functions(self._dtypes[0], _TESTS).all_below
         return bool(below(grads, *self._at, torch.get_num_threads(), bound, own))
+
+    def unscale(self, grads: int, inverse: float) -> None:
+        """Multiply all gradients in place by ``inverse``, the reciprocal of the scale."""
+        unscale = _functions(self._dtypes[0], _SQUARES).unscale
+        unscale(grads, *self._at, torch.get_num_threads(), inverse)
 
     def add_squares(self, grads: int, sums: Tensor) -> None:
         """Add the sum of squares of each gradient to ``sums``, float64."""

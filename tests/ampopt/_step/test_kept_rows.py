@@ -222,3 +222,17 @@ def test_unscale_keeps_no_gradient():
         optimizer.zero_grad()
         gc.collect()
         assert all(ref() is None for ref in grads)
+
+
+def test_a_backward_pass_that_needs_gradients_from_before_unscale_is_refused():
+    params, optimizer = made()
+    for _ in range(3):
+        micro_batch(params, ["dense"] * 3, 0)
+        grad = params[0].grad
+        assert grad is not None
+        weight = torch.ones_like(grad, requires_grad=True)
+        product = (weight * grad).sum()  # its backward pass reads the gradient
+        optimizer.unscale(grads_scaled_by=2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        optimizer.step_after_unscale()
