@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ampopt._step.torch_private import records_operators
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
@@ -96,7 +97,7 @@ def backend_for(device: torch.device) -> Backend:
     """
     name = get_backend()
     if device.type == "cpu" and name != "triton":
-        return Eager() if _looks_away else _cpu_backend(name)
+        return Eager() if _looks_away or records_operators() else _cpu_backend(name)
     if name == "auto":
         name = "triton" if HAS_TRITON and device.type in ACCELERATORS else "eager"
     if name == "compiled":

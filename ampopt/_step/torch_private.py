@@ -72,6 +72,7 @@ __all__ = [
     "orthogonalize",
     "put_step_hooks",
     "pytree",
+    "records_operators",
     "replicas_of_fsdp1",
     "root_of",
     "schema_of",
@@ -255,6 +256,16 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def records_operators() -> bool:
+    """Whether ``make_fx`` or ``torch.jit.trace`` records the operators that are called.
+
+    A record lacks what compiled code does. Gone: return ``False``.
+    """
+    c: Any = torch._C
+    mode = c._get_dispatch_mode(c._TorchDispatchModeKey.PROXY)
+    return mode is not None or c._get_tracing_state() is not None
 
 
 function_modes: Any = torch.overrides._get_current_function_mode_stack  # pyright: ignore[reportPrivateImportUsage]

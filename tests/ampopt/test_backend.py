@@ -192,6 +192,30 @@ def test_auto_is_compiled_from_the_first_step_on(compiler):
     assert results == [trained(steps) for steps in (1, 5)]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", ["make_fx", "jit"])
+def test_a_step_that_is_traced_is_in_the_trace(trace):
+    """It runs torch operations then, because a trace lacks what compiled code does."""
+    saved = made(momentum=0.5, cls=ampopt.SGD)[1]
+    saved.step()
+
+    def step(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        optimizer = ampopt.SGD([param], lr=0.125, momentum=0.5)
+        optimizer.load_state_dict(saved.state_dict())
+        param.grad = grad
+        optimizer.step()
+        return param + 0
+
+    first, later = ([torch.ones(3) * x, torch.arange(3.0)] for x in (1, 5))
+    if trace == "make_fx":
+        from torch.fx.experimental.proxy_tensor import make_fx  # takes seconds to import
+
+        traced: Any = make_fx(step)(*first)
+    else:
+        traced = torch.jit.trace(step, first, check_trace=False)
+    assert traced(*(t.clone() for t in later)).tolist() == step(*later).tolist()
+
+
 @needs_compiler
 def test_compiled_compiles_at_the_first_use_of_each_kind(compiler):
     ampopt.set_backend("compiled")
