@@ -13,10 +13,9 @@ import torch
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
-from ampopt._step.overflow import check_and_unscale, device_of
+from ampopt._step.overflow import device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
-from ampopt._step.rank_agreement import decision_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.step_hooks import is_watched
 from ampopt._step.step_rollback import SkipPolicy
@@ -229,14 +228,8 @@ class RuleStep(StepStrategy):
             decision, step = self.unscale(request), Request(check=False)
         else:
             check_request = replace(self.observers.extend(request), max_norm=None)
-            with_grads = gradients.params_with_grads(self.optimizer.param_groups)
-            decision = check_and_unscale(
-                with_grads,
-                check_request,
-                decision_all_reduce(self.agreement(), check_request, len(with_grads)),
-                self.decision_device,
-                write=False,
-                uploads=self.uploads,
+            decision = self.masters.unscale(
+                check_request, self.agreement(), self.uploads, self.needs_torch, write=False
             )
             # The step that follows unscales and clips when it reads the gradients.
             scale, max_norm, write = request.scale, request.max_norm, request.write

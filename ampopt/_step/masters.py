@@ -204,6 +204,8 @@ class Masters(RefersToOptimizer):
         agreement: Agreement | None,
         uploads: dict[torch.device, Uploads],
         check_gradients: Callable[[], object],
+        *,
+        write: bool = True,
     ) -> Decision | None:
         """Unscale, check and clip the gradients, in place or on the masters.
 
@@ -212,12 +214,13 @@ class Masters(RefersToOptimizer):
             agreement: the ranks that all-reduce the overflow flag; ``None`` for this rank alone.
             uploads: constants that earlier calls have copied to a device, by device.
             check_gradients: raises for gradients that the step cannot use; called unless they are
-                like those of the call before.
+                like those of the call before, or none is written.
+            write: whether to unscale; if not, gradients are only checked.
 
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        groups, write = self.optimizer.param_groups, request.scale is not None
+        groups, write = self.optimizer.param_groups, write and request.scale is not None
         edits = write or request.max_norm is not None
         rows = self._rows_of_last_call(agreement, edits=edits)
         if rows is not None:
