@@ -20,7 +20,7 @@ from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy
-from ampopt._step.torch_private import uncompiled
+from ampopt._step.torch_private import INIT_GROUP, uncompiled
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
 from ampopt.options import (
@@ -105,6 +105,16 @@ class ElementwiseOptimizer(Optimizer):
     _step_supports_amp_scaling = (
         torch_scaler.SupportsAmpScaling()
     )  # `step` below uses the flag of a scaler
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class that changes how torch's step makes states, as a rule's step does not."""
+        super().__init_subclass__(**kwargs)
+        of_rule = beneath_hooks(cls.step) is beneath_hooks(ElementwiseOptimizer.step)
+        if of_rule and INIT_GROUP in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} overrides {INIT_GROUP}, which a step by a rule does not call: "
+                "derive the class from torch's optimizer, and use ampopt.extend of it"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the optimizer. For its other arguments, see the class.
@@ -229,6 +239,8 @@ class ElementwiseOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch does, maybe with options of its own.
+
+        A parameter that a group has twice, of which torch warns, is updated once in each step.
 
         Args:
             param_group: a dict as torch takes it, in which ``master_weights``, ``param_rounding``,

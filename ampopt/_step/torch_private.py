@@ -45,6 +45,7 @@ from torch.utils import _pytree
 __all__ = [
     "CALLED",
     "HOOKS",
+    "INIT_GROUP",
     "LOCAL_TENSOR",
     "POST_HOOKS",
     "PRE_HOOKS",
@@ -106,6 +107,10 @@ HOOKS = (
 """Attributes in which an optimizer keeps its hooks. Torch's constructor makes them; for a wrapper
 that does not call that constructor, ampopt makes them. Renamed: such wrappers fail in
 ``register_...``."""
+
+INIT_GROUP = "_init_group"
+"""The method by which torch's own steps make the states of a group. Renamed: a class that overrides
+it is not refused, and its method is not called."""
 
 hooks_of = operator.attrgetter(PRE_HOOKS, POST_HOOKS)
 """The step hooks of an optimizer: used as the global ones are."""

@@ -285,3 +285,29 @@ def test_a_step_around_a_rule_is_warned_of_where_the_host_would_wait(monkeypatch
     optimizer = Shrinking([Parameter(torch.ones(3))])
     optimizer.skip_by = "host"
     assert optimizer._ampopt.skip_policy.mode == "host"
+
+
+def test_a_class_whose_states_no_step_would_make_is_refused():
+    """Torch's step makes states by ``_init_group``, and the step by a rule does not call it."""
+    groups = []
+
+    def init_group(self: Any, group: Any, *lists: Any) -> Any:
+        groups.append(group)
+        return torch.optim.SGD._init_group(self, group, *lists)
+
+    with pytest.raises(TypeError, match="Mine overrides _init_group.*use ampopt.extend of it"):
+        type("Mine", (ampopt.SGD,), {"_init_group": init_group})
+    cls = ampopt.extend(type("Mine", (torch.optim.SGD,), {"_init_group": init_group}))
+    param = Parameter(torch.ones(3))
+    optimizer = cls([param], lr=0.5)
+    param.grad = torch.ones(3)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert groups == optimizer.param_groups and param.tolist() == [0.5] * 3
+
+    class OwnStep(ampopt.SGD):
+        _init_group = init_group
+
+        def step(self, closure: Any = None) -> Any:
+            return torch.optim.SGD.step(self, closure)
+
+    OwnStep([param])
