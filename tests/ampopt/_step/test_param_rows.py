@@ -270,6 +270,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda _, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
         "a hyperparameter of a group has another type, such as a tensor in place of a float",
     ),
+    "list": (
+        lambda params, optimizer: optimizer.param_groups[0].update(params=list(params)),
+        "the list of parameters of group 0 was replaced",
+    ),
     "removed": (
         lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0),
         "parameters of a group were replaced or removed, or are in another order",
@@ -295,7 +299,7 @@ def test_what_no_plan_depends_on_makes_no_new_one():
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_that_is_made_again_says_why(change):
+def test_a_plan_that_is_made_again_says_why(change, implementation):
     apply, reason = CHANGES[change]
     params, optimizer = of_parameters(12)
     stepped(optimizer, params[:-1])
