@@ -346,6 +346,8 @@ class Lengthens(OwnHooks):
 @planted(
     "returns a next scale that has lost its floor (jmp)",
     "the_scale_follows_its_schedule_within_its_bounds",
+    shapes=st.just(()),  # nothing about shapes and groups has to do with it
+    several_groups=False,
 )
 class NoFloor(Plain):
     def unscale_and_step(self, *args, **keywords):

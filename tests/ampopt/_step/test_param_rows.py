@@ -1,6 +1,7 @@
 """Steps that change what is stepped: a plan that is kept steps as a new one."""
 
 import gc
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -33,6 +34,11 @@ KINDS: dict[str, tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "row and column statistics": (ampopt.Adafactor, (FLOAT32,), {}),
     "random numbers": (Langevin, (FLOAT32,), {}),
 }
+WITH_COLUMNS = (
+    *("masters", "states of 8 bits", "sums", "row and column statistics"),
+    "random numbers",
+)
+"""Those that differ in the columns of a kernel's table."""
 SHAPES = [(3,), (2, 4), (4, 2), (2, 4), (5,), (2, 4)]
 
 
@@ -173,8 +179,15 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
     return after
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled", "triton", ON_A_GPU], indirect=True)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, backend",
+    [
+        *itertools.product(KINDS, ("eager", "compiled")),
+        *((kind, "triton") for kind in WITH_COLUMNS),
+        *(pytest.param(kind, *ON_A_GPU.values, marks=ON_A_GPU.marks) for kind in KINDS),
+    ],
+    indirect=["backend"],
+)
 def test_a_plan_that_is_kept_steps_as_a_new_one(kind, backend):
     # The interpreter takes ten times as long, so it runs the examples below only.
     phases = [Phase.explicit] if backend == "triton" else [Phase.explicit, Phase.generate]
