@@ -20,10 +20,12 @@ __all__ = [
     "SMALL",
     "TORCH",
     "Contender",
+    "by_control_point",
     "enter",
     "names",
     "optimizers",
     "others",
+    "under_scaler",
 ]
 
 AMPOPT = "ampopt"
@@ -153,7 +155,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     if optimizer in _PEERS:
         settings = _PEERS[optimizer].ours
         if name in TORCH:
-            return _under_scaler(name, _peer(name, optimizer, params), params)
+            return under_scaler(name, _peer(name, optimizer, params), params)
     if ours:
         kind = getattr(ampopt, optimizer)
         if name in SMALL and not hasattr(kind, "rule"):
@@ -162,10 +164,10 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
         if masters:
             bits = _MASTER_BITS.get(name, 32)
             settings |= {"master_weights": True, "master_bits": bits}
-        return _ampopt(name, kind(params, **settings))
+        return by_control_point(name, kind(params, **settings))
     makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
     if name in makers:
-        return _under_scaler(name, makers[name](optimizer, params, settings), params)
+        return under_scaler(name, makers[name](optimizer, params, settings), params)
     kind = getattr(torch.optim, optimizer)
     flags = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
     flag = flags[name]
@@ -177,7 +179,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
         instance = kind(params, **settings, **flag)
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
-    return _under_scaler(name, instance, params)
+    return under_scaler(name, instance, params)
 
 
 def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -202,7 +204,7 @@ def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
     return instance
 
 
-def _ampopt(name: str, optimizer: Any) -> Contender:
+def by_control_point(name: str, optimizer: Any) -> Contender:
     """The contender that steps by ampopt's ``unscale_and_step``."""
     scale = ampopt.DynamicLossScale(init_scale=SCALE, growth_interval=_NEVER)
 
@@ -214,13 +216,14 @@ def _ampopt(name: str, optimizer: Any) -> Contender:
     return Contender(name, optimizer, step, lambda: step(_MAX_NORM))
 
 
-def _under_scaler(
-    name: str, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
+def under_scaler(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    kind: Any = torch.amp.GradScaler,  # pyright: ignore[reportPrivateImportUsage]
 ) -> Contender:
-    """The contender that steps under torch's scaler."""
-    scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
-        params[0].device.type, init_scale=SCALE, growth_interval=_NEVER
-    )
+    """The contender that steps under a scaler of the class ``kind``."""
+    scaler = kind(params[0].device.type, init_scale=SCALE, growth_interval=_NEVER)
     # torch's scaler creates its tensors when it first scales a loss.
     scaler.scale(torch.zeros((), device=params[0].device))
 

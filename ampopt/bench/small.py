@@ -1,7 +1,7 @@
 """The table of ``--small``: what steps of small tensors cost the host, beside torch's fused step.
 
 AdamW under a dynamic loss scale, torch's under ``torch.amp.GradScaler``, float32, one thread, its
-CPU time. The medians are of rounds in which both take turns.
+CPU time; in one row, a hand-written optimizer. The medians are of rounds in which both take turns.
 """
 
 import functools
@@ -14,8 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import ampopt
@@ -31,6 +33,8 @@ _ELEMENTS = 64
 _CPU = torch.device("cpu")
 _TORCHS = "fused"
 _PLAIN, _ABSENT, _CLIPPED = "", "a random quarter absent", "clipped"
+_SCALER = "unscale_, clip_grad_norm_, step under GradScaler"
+_WRITTEN = "a hand-written step of one torch operation"
 _MOST_PROCESSES = 3
 
 
@@ -78,7 +82,7 @@ def measure(*, rounds: int, seconds: float) -> list[SmallRow]:
         seconds: about the time for all rows but those of first steps.
     """
     cases = [(_PLAIN, count) for count in COUNTS]
-    cases += [(what, COUNTS[2]) for what in (_ABSENT, _CLIPPED, *_CHANGES)]
+    cases += [(what, COUNTS[2]) for what in (_ABSENT, _CLIPPED, _SCALER, _WRITTEN, *_CHANGES)]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,8 +111,9 @@ def _steps(what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
     change = _CHANGES.get(what, lambda _: None)
     steps, restores = {}, {}
     for name in (_TORCHS, contenders.AMPOPT):
-        contender = contenders.enter(name, "AdamW", params)
-        steps[name] = contender.clipped_step if what == _CLIPPED else contender.step
+        contender = _contender(what, name, params)
+        clips = what in (_CLIPPED, _SCALER)
+        steps[name] = contender.clipped_step if clips else contender.step
         restores[name] = functools.partial(_restore, gradients, change, contender.optimizer)
         warmed(steps[name], restores[name])
     times = interleaved(
@@ -121,6 +126,36 @@ def _steps(what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
         restores=restores,
     )
     return SmallRow(what, count, times[_TORCHS].median, times[contenders.AMPOPT].median)
+
+
+def _contender(what: str, name: str, params: list[Tensor]) -> contenders.Contender:
+    """The contender ``name`` of the row ``what``."""
+    is_ours = name == contenders.AMPOPT
+    if what == _WRITTEN and is_ours:
+        return contenders.by_control_point(name, _OwnDescent(params, {}))
+    if what == _WRITTEN:
+        return contenders.under_scaler(name, _Descent(params, {}), params)
+    if what == _SCALER and is_ours:
+        optimizer = ampopt.AdamW(params)
+        return contenders.under_scaler(name, optimizer, params, ampopt.GradScaler)
+    return contenders.enter(name, "AdamW", params)
+
+
+class _Descent(torch.optim.Optimizer):
+    """Gradient descent with one torch operation."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Move the parameters."""
+        (group,) = self.param_groups
+        grads = [param.grad for param in group["params"]]
+        torch._foreach_add_(group["params"], grads, alpha=-1e-3)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _OwnDescent(ampopt.Optimizer):
+    """The same, as an optimizer with control points."""
+
+    step = _Descent.step
 
 
 def _restore(

@@ -24,6 +24,8 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
         *(("1",), ("2",), ("4",), ("5",)),
         ("4", "a random quarter absent"),
         ("4", "clipped"),
+        ("4", "unscale_, clip_grad_norm_, step under GradScaler"),
+        ("4", "a hand-written step of one torch operation"),
         ("4", "another learning rate"),
         ("4", "a new plan"),
         ("4", "first step, nothing compiled"),
