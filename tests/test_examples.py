@@ -66,7 +66,7 @@ def percentages(text):
 
 def test_train_digits_float16_reaches_float32(run, tmp_path):
     picture = tmp_path / "picture.png"
-    done = run("train_digits.py", "--epochs", "8", "--output", str(picture))
+    done = run("train_digits.py", "--epochs", "6", "--output", str(picture))
     *_, header, full, half, where, verdict = output(done).splitlines()
     assert header.split() == "test accuracy steps skipped final scale time".split()
     assert full.split()[0] == "float32" and half.split()[0] == "float16"
@@ -74,7 +74,7 @@ def test_train_digits_float16_reaches_float32(run, tmp_path):
     assert accuracy32 > 94 and accuracy16 > accuracy32 - 1
     steps32, skipped32, scale32 = full.split()[2:5]
     steps16, skipped16, scale16 = half.split()[2:5]
-    assert steps32 == steps16 == str(8 * 21)
+    assert steps32 == steps16 == str(6 * 21)
     assert skipped32 == "0" and scale32 == "-"
     # From 2**30, at least ten halvings; later ones are those of a scale that has grown.
     assert 10 <= int(skipped16) <= 30
