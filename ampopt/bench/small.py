@@ -145,7 +145,7 @@ class _Descent(torch.optim.Optimizer):
     """Gradient descent with one torch operation."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Move the parameters."""
         (group,) = self.param_groups
         grads = [param.grad for param in group["params"]]
@@ -155,7 +155,7 @@ class _Descent(torch.optim.Optimizer):
 class _OwnDescent(ampopt.Optimizer):
     """The same, as an optimizer with control points."""
 
-    step = _Descent.step
+    step: Any = _Descent.step
 
 
 def _restore(
