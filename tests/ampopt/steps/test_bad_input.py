@@ -64,7 +64,7 @@ def refused(
 # Scales are refused before any backend is asked, gradients need not be.
 both_backends = pytest.mark.usefixtures("backend")
 every_call = pytest.mark.parametrize("call", CALLS)
-some_optimizers = pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
+some_optimizers = pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
 
 
 # --- scales ---------------------------------------------------------------------------------------
