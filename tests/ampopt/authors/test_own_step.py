@@ -305,7 +305,7 @@ def test_a_class_whose_states_no_step_would_make_is_refused():
     assert groups == optimizer.param_groups and param.tolist() == [0.5] * 3
 
     class OwnStep(ampopt.SGD):
-        _init_group = init_group
+        _init_group: Any = init_group
 
         def step(self, closure: Any = None) -> Any:
             return torch.optim.SGD.step(self, closure)
