@@ -31,10 +31,12 @@ class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
     synchronizes for each of them. Means are computed in fewer passes, so they are rounded
     differently. Arithmetic on float16 and bfloat16 parameters is float32. A parameter without
-    elements stays as it is, where torch divides by zero. ``eps[0]=None`` means the epsilon of each
-    parameter's dtype, where torch uses that of the first parameter for the whole group. On a
-    ``DTensor``, results are those of the whole tensor; torch raises an error there, or computes
-    something else for vectors. If one rank has the gradient of a ``DTensor``, all ranks must.
+    elements stays as it is, where torch divides by zero. A NaN that is not skipped reaches the
+    whole parameter, where in a vector torch keeps it to its element. ``eps[0]=None`` means the
+    epsilon of each parameter's dtype, where torch uses that of the first parameter for the whole
+    group. On a ``DTensor``, results are those of the whole tensor; torch raises an error there, or
+    computes something else for vectors. If one rank has the gradient of a ``DTensor``, all ranks
+    must.
     """
 
     rule = rules.adafactor
