@@ -192,7 +192,10 @@ class Accumulation(RefersToOptimizer):
         cycle = self.cycle
         if cycle is None:
             self.restore_gradients()
-            self._sums = gradients.without_removed(self._sums, self.groups)
+            sums = gradients.without_removed(self._sums, self.groups)
+            if sums is not self._sums:
+                self._sums = sums
+                self._rows.clear()  # they have the sums of removed parameters
             self._latest = gradients.without_removed(self._latest, self.groups)
             device = device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)

@@ -71,7 +71,8 @@ class ScheduledScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state of this class or of ``torch.amp.GradScaler``. Does nothing if disabled.
 
-        Settings that torch's state does not have, such as ``min_scale``, stay as they are.
+        Settings that torch's state does not have, such as ``min_scale``, stay as they are. A number
+        may be a tensor of one element; one on a GPU synchronizes.
 
         Raises:
             RuntimeError: the state is empty, like that of a disabled scaler.
@@ -85,6 +86,10 @@ class ScheduledScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled "
                 "instance of GradScaler. To keep the scale of this instance, do not load that state"
             )
+        state_dict = {
+            name: entry.item() if isinstance(entry, Tensor) and entry.numel() == 1 else entry
+            for name, entry in state_dict.items()
+        }
         loss_scale = copy.copy(self._loss_scale)
         loss_scale.load_state_dict(state_dict)
         self._adopt(loss_scale)
