@@ -241,7 +241,9 @@ class RuleStep(StepStrategy):
 
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
-        optimizer, checks = self.optimizer, self.runner.checks
+        optimizer, checks, plan = self.optimizer, self.runner.checks, self.runner.plan
+        if plan is not None and plan.fits(optimizer, self.runner.rule):
+            return
         with_grads = gradients.params_with_grads(optimizer.param_groups)
         checks.warn_of_float16(self.runner.rule, ((index, p) for index, p, _ in with_grads))
         if checks.need_torch():

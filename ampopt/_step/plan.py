@@ -141,6 +141,19 @@ class Plan:
         self._set_gradients(now)
         return True
 
+    def fits(self, optimizer: Any, rule: Rule) -> bool:
+        """Whether a step could use the plan now, so that all that it needs has been checked.
+
+        ``False`` for ``DTensor`` parameters, as to read their gradients may take a collective.
+
+        Args:
+            optimizer: the optimizer that the plan was made for.
+            rule: its rule now.
+        """
+        fits = self._tensor_guard.is_plain and self.revalidate(optimizer, rule)
+        self._release()
+        return fits
+
     def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words.
 
@@ -248,5 +261,9 @@ class Plan:
             for original, copy in self._copies:
                 original.copy_(copy)
             bump_versions(self._params_now)
+        self._release()
+
+    def _release(self) -> None:
+        """Release the gradients, so that zero_grad can free their memory before the next pass."""
         for work in self.works:
-            work.release()  # so that zero_grad can free their memory before the next pass
+            work.release()

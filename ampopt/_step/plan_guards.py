@@ -150,6 +150,7 @@ class TensorGuard:
 
     Attributes:
         has_copied: whether :meth:`gradients` has copied a gradient to the layout of its parameter.
+        is_plain: whether all parameters are of the classes of torch that read ``grad`` as it is.
     """
 
     def __init__(self, optimizer: Any, masters: Masters, rows: RuleRows) -> None:
@@ -185,7 +186,7 @@ class TensorGuard:
         self._tensors = [*self._stepped_params, *chain.from_iterable(states)]
         self._dtensors = any(map(dtensor.is_dtensor, self._stepped_params))
         # Another class may have another attribute ``grad``.
-        self._plain = {Tensor, torch.nn.Parameter}.issuperset(map(type, self._stepped_params))
+        self.is_plain = {Tensor, torch.nn.Parameter}.issuperset(map(type, self._stepped_params))
         self._layouts = LayoutGuard(self._local(self._tensors))
         self._addresses = addresses(self._local(self._tensors))
         self._grad_layouts = LayoutGuard(rows.layouts)
@@ -211,7 +212,7 @@ class TensorGuard:
         if MISFIT in fits or found != self._addresses:
             return None
         grads: list[Any] | Callable[[], list[Any]]
-        if self._plain and not self._masters.grads_at_unscale:
+        if self.is_plain and not self._masters.grads_at_unscale:
             self.has_copied, grads = False, self._grads_now
             found, fits = self._grad_layouts.read(self._stepped_params, of_gradients=True)
         else:

@@ -448,6 +448,11 @@ def sparse(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     return optimizers[::-1]
 
 
+def wrong_state(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    optimizers[1].state[params[2]]["exp_avg"] = torch.zeros(5)
+    return optimizers
+
+
 def expanded(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     param = Parameter(torch.ones(1).expand(2))
     param.grad = torch.ones(2)
@@ -503,6 +508,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "pending": (pending, RuntimeError, r"Call step_after_unscale\(\) first.*, or zero_grad\(\)"),
     "float16": (float16, RuntimeError, "group 0, parameter 0 is float16"),
     "sparse": (sparse, RuntimeError, "Adam does not support sparse gradients"),
+    "state": (wrong_state, ValueError, "exp_avg"),
     "expanded": (expanded, RuntimeError, "is expanded: several of its elements share one place"),
     "negated": (negated, RuntimeError, "is a lazily negated view, whose memory has other values"),
     "conjugated": (conjugated, RuntimeError, "is a lazily conjugated view"),
