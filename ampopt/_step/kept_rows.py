@@ -5,17 +5,24 @@ ones. Usually the next call has gradients of the same parameters, with the same 
 rows of the last one fit. A step keeps a :class:`~ampopt._step.plan.Plan` for the same reason.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampopt._step import gradients
 from ampopt._step.gradients import ParamWithGrad, params_of
+from ampopt._step.overflow import GradientWorks
+from ampopt._step.rank_agreement import Agreement
 from ampopt.options import MASTER_WEIGHTS
+from ampopt_kernels.memory import may_overlap
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard
 from ampopt_kernels.step_tensors import Work
+from ampopt_kernels.uploads import Uploads
 
-__all__ = ["KeptRows"]
+__all__ = ["KeptRows", "RowsOfGradients"]
 
 _ENTRIES = {"params", MASTER_WEIGHTS.name}
 """The entries of param groups on which the rows depend."""
@@ -44,9 +51,9 @@ class KeptRows:
         self.ids = {id(one.tensor) for one in present}
         self._params = [one.tensor for one in present]
         self._others = [param for param in params_of(groups) if id(param) not in self.ids]
-        self._groups = groups
+        self._groups = list(groups)
         self._identities = IdentityGuard(
-            [groups, *(group["params"] for group in groups)],
+            [group["params"] for group in groups],
             [(group, _ENTRIES & group.keys()) for group in groups],
         )
         self._layouts = LayoutGuard(self._params)
@@ -62,7 +69,9 @@ class KeptRows:
         if len(works) != 1 or len({row.flags for row in works[0].rows}) != 1:
             return False
         return all(
-            type(one.tensor) in (Tensor, torch.nn.Parameter) and one.tensor.grad is grad
+            type(one.tensor) in (Tensor, torch.nn.Parameter)
+            and one.tensor.grad is grad
+            and one.owner.key == id(one.tensor)
             for one, grad in zip(present, works[0].grads, strict=True)
         )
 
@@ -72,7 +81,9 @@ class KeptRows:
         Returns:
             Whether the rows fit: the same parameters have gradients, with the same layouts.
         """
-        if groups is not self._groups or not self._identities.unchanged():
+        if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
+            return False
+        if not self._identities.unchanged():
             return False
         if any(param.grad is not None for param in self._others):
             return False
@@ -82,3 +93,44 @@ class KeptRows:
             return False
         self.work.refresh(lambda: [param.grad for param in self._params], (), None, addresses)
         return True
+
+
+class RowsOfGradients:
+    """The rows of the gradients of some param groups, which are checked and unscaled."""
+
+    def __init__(self) -> None:
+        """Keep no rows yet."""
+        self._agreement: Agreement | None = None
+        self._kept: KeptRows | None = None
+
+    def get(
+        self,
+        groups: list[dict[str, Any]],
+        agreement: Agreement | None,
+        uploads: dict[torch.device, Uploads],
+        prepare: Callable[[list[ParamWithGrad]], list[ParamWithGrad]] | None = None,
+        *,
+        edits: bool = False,
+    ) -> tuple[list[ParamWithGrad], GradientWorks]:
+        """The present gradients, and their rows: those of the last call, if they fit.
+
+        Args:
+            groups: the param groups.
+            agreement: see :meth:`GradientWorks.of`.
+            uploads: see :meth:`GradientWorks.of`.
+            prepare: called unless the rows of the last call fit: checks the gradients, and returns
+                those to make rows of, which may be those of masters; ``None`` to take them all.
+            edits: whether the caller writes to the gradients, so that none may share memory.
+        """
+        kept = self._kept
+        fits = self._agreement is agreement and kept is not None and kept.take_gradients(groups)
+        if kept is not None and fits and not (edits and may_overlap(kept.work.grads)):
+            return kept.present, GradientWorks([kept.work])
+        with_grads = gradients.params_with_grads(groups)
+        if prepare is not None:
+            with_grads = prepare(with_grads)
+        works = GradientWorks.of(with_grads, agreement, uploads)
+        self._agreement, self._kept = agreement, None
+        if KeptRows.fit(with_grads, works.works):
+            self._kept = KeptRows(groups, with_grads, works.works[0])
+        return with_grads, works

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.kept_rows import KeptRows
-from ampopt._step.overflow import GradientWorks, decided_elsewhere, device_of, make_writable
+from ampopt._step.kept_rows import RowsOfGradients
+from ampopt._step.overflow import decided_elsewhere, device_of, make_writable
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
@@ -27,7 +27,6 @@ from ampopt._step.torch_private import uncompiled, version
 from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, needs_master
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
-from ampopt_kernels.memory import may_overlap
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
@@ -93,7 +92,7 @@ class Masters(RefersToOptimizer):
         self.grads_at_unscale: dict[int, _GradAtUnscale] = {}
         self.read_early: _GradAtRead | None = None
         self._warned_of_reading = False
-        self._rows: tuple[Agreement | None, KeptRows | None] = None, None
+        self._rows = RowsOfGradients()
 
     # --- which parameter has one ------------------------------------------------------------------
 
@@ -222,45 +221,23 @@ class Masters(RefersToOptimizer):
         """
         groups, write = self.optimizer.param_groups, write and request.scale is not None
         edits = write or request.max_norm is not None
-        rows = self._rows_of_last_call(agreement, edits=edits)
-        if rows is not None:
-            with_grads, works = rows.present, GradientWorks([rows.work])
-        else:
-            if write:
+
+        def prepare(with_grads: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
+            if write:  # before anything changes
                 check_gradients()
-            with_grads = gradients.params_with_grads(groups)
-            if write:
-                self.check_float16(with_grads)  # before anything changes
+                self.check_float16(with_grads)
             if edits:
                 make_writable(with_grads)
-            if write:
-                with_grads = self.copy_gradients(with_grads)
-            works = GradientWorks.of(with_grads, agreement, uploads)
-            if not self.grads_at_unscale and KeptRows.fit(with_grads, works.works):
-                self._rows = agreement, KeptRows(groups, with_grads, works.works[0])
+            return self.copy_gradients(with_grads) if write else with_grads
+
+        with_grads, works = self._rows.get(groups, agreement, uploads, prepare, edits=edits)
         all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         if not with_grads:
             return decided_elsewhere(request, all_reduce, device_of(groups))
         decision = works.check(request, all_reduce, write=write)
         if request.max_norm is not None:
             _clip([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
-        for work in works.works:
-            work.release()
         return decision
-
-    def _rows_of_last_call(self, agreement: Agreement | None, *, edits: bool) -> KeptRows | None:
-        """The rows of the last unscale, if its gradients were like those of this one, or ``None``.
-
-        Args:
-            agreement: see :meth:`unscale`.
-            edits: whether gradients are edited in place, so that none may share memory.
-        """
-        same_agreement, rows = self._rows
-        if rows is None or same_agreement is not agreement or self.grads_at_unscale:
-            return None
-        if not rows.take_gradients(self.optimizer.param_groups):
-            return None
-        return None if edits and may_overlap(rows.work.grads) else rows
 
     @torch.no_grad()
     def show_unscaled(self) -> None:

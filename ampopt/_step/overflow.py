@@ -127,6 +127,8 @@ class GradientWorks(NamedTuple):
         if write:
             for values, unscaled_values in self.copies:
                 values.copy_(unscaled_values)
+        for work in self.works:
+            work.release()
         return decision
 
 

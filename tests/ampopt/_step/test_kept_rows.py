@@ -237,3 +237,32 @@ def test_a_backward_pass_that_needs_gradients_from_before_unscale_is_refused():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
         optimizer.step_after_unscale()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3),
+            st.sampled_from([(0, 1), (0, 1), (0,), (1, 0)]),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_optimizers_that_step_together_skip_together_whichever_gradients_come(batches):
+    params = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+    every = ampopt.SGD(params[:1], lr=1.0), ampopt.SGD(params[1:], lr=1.0)
+    expected = [torch.zeros(shape) for shape in SHAPES]
+    for number, (forms, chosen, overflows) in enumerate(batches):
+        added = micro_batch(params, forms, number)
+        last = params[0 if chosen == (0,) else 2].grad
+        overflows = overflows and last is not None and last.is_contiguous()
+        if overflows and last is not None:
+            last[0] = float("inf")
+        stepped = params[:1] if chosen == (0,) else params
+        result = ampopt.unscale_and_step([every[i] for i in chosen], grads_scaled_by=1.0)
+        assert result.skipped == overflows
+        for i, param in enumerate(params):
+            if any(param is p for p in stepped) and not overflows:
+                expected[i] = expected[i] - added[i]
+            assert torch.equal(param.detach(), expected[i])
