@@ -151,7 +151,8 @@ class Plan:
             rule: its rule now.
         """
         fits = self._tensor_guard.is_plain and self.revalidate(optimizer, rule)
-        self._release()
+        for work in self.works:
+            work.release()
         return fits
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
@@ -261,9 +262,5 @@ class Plan:
             for original, copy in self._copies:
                 original.copy_(copy)
             bump_versions(self._params_now)
-        self._release()
-
-    def _release(self) -> None:
-        """Release the gradients, so that zero_grad can free their memory before the next pass."""
         for work in self.works:
-            work.release()
+            work.release()  # so that zero_grad can free their memory before the next pass

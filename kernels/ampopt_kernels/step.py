@@ -215,9 +215,10 @@ def run(
         first_request, partials = _detected(backends, works, request, first_request)
     decision = backends[0].control(works[0], first_request, partials)
     if request.apply:
-        others = list(zip(backends, works, strict=True))[1:]
-        taken = (backend.taken_over(w, _on_device(decision, w.device)) for backend, w in others)
-        decisions = [decision, *taken]
+        decisions = [decision] + [
+            backend.taken_over(work, _on_device(decision, work.device))
+            for backend, work in zip(backends[1:], works[1:], strict=True)
+        ]
         rule = works[0].rule
         if rule is not None and rule.averages is not None:
             _average_lines(backends, works, decisions, request)

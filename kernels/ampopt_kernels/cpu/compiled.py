@@ -61,21 +61,20 @@ class Compiled(Backend):
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
         assert work.rule is not None
-        self._make_kinds(work, work.rule)
+        if Table.of(work).kinds is None:
+            self._make_kinds(work, work.rule)
 
     def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare_decision`. Waits for the compiler at first uses."""
-        if request.accumulate:
+        if request.accumulate and Table.of(work).kinds is None:
             self._make_kinds(work, ACCUMULATION)
         if request.write and not self.unscales_in_update(request):
             for rows in Table.of(work).gradients:
                 rows.compile(unscales=True)
 
     def _make_kinds(self, work: Work, rule: Rule) -> None:
-        """Compile ``rule`` for the rows of ``work``, unless it is."""
-        table = Table.of(work)
-        if table.kinds is None:
-            self._try(functools.partial(table.make_kinds, work, rule))
+        """Compile ``rule`` for the rows of ``work``."""
+        self._try(functools.partial(Table.of(work).make_kinds, work, rule))
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.
