@@ -1,9 +1,9 @@
 """The rows of a pass over gradients alone, kept from call to call.
 
 Such passes are those of ``accumulate``, of ``unscale``, and of optimizers that step together. To
-every gradient, and to make a row for it, takes longer than the pass over hundreds of small ones.
-Usually the next call has gradients of the same parameters, with the same layouts, so that the rows
-of the last one fit. A step keeps a :class:`~ampopt._step.plan.Plan` for the same reason.
+check every gradient, and to make a row for it, takes longer than the pass over hundreds of small
+ones. Usually the next call has gradients of the same parameters, with the same layouts, so that the
+rows of the last one fit. A step keeps a :class:`~ampopt._step.plan.Plan` for the same reason.
 """
 
 import operator
