@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.overflow import decided_elsewhere, device_of
-from ampopt._step.rank_agreement import Agreement, decision_all_reduce
+from ampopt._step.overflow import device_of
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
 from ampopt.optimizer import Optimizer, check_optimizer
@@ -92,12 +92,7 @@ def unscale_and_step(
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
         rows = optimizers[0]._ampopt.rows_together
-        with_grads, works = rows.get(groups, agreement, uploads)
-        all_reduce = decision_all_reduce(agreement, request, len(with_grads))
-        if with_grads:
-            decision = works.check(request, all_reduce, write=False)
-        else:
-            decision = decided_elsewhere(request, all_reduce, device_of(groups))
+        _, decision = rows.check(groups, request, agreement, uploads)
     next_scale = next_scale_of(scale, decision)
     grad_scale = None if has_sums else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, grad_scale, decision)

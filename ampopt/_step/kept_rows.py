@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.gradients import ParamWithGrad, params_of
-from ampopt._step.overflow import GradientWorks
-from ampopt._step.rank_agreement import Agreement
+from ampopt._step.overflow import GradientWorks, decided_elsewhere, device_of
+from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt.options import MASTER_WEIGHTS
 from ampopt_kernels.memory import may_overlap
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.uploads import Uploads
 
@@ -104,25 +105,48 @@ class RowsOfGradients:
         self._agreement: Agreement | None = None
         self._kept: KeptRows | None = None
 
-    def get(
+    def check(
         self,
         groups: list[dict[str, Any]],
+        request: Request,
         agreement: Agreement | None,
         uploads: dict[torch.device, Uploads],
         prepare: Callable[[list[ParamWithGrad]], list[ParamWithGrad]] | None = None,
         *,
+        write: bool = False,
         edits: bool = False,
-    ) -> tuple[list[ParamWithGrad], GradientWorks]:
-        """The present gradients, and their rows: those of the last call, if they fit.
+    ) -> tuple[list[ParamWithGrad], Decision | None]:
+        """Check the present gradients, by the rows of the last call if they fit.
 
         Args:
             groups: the param groups.
-            agreement: see :meth:`GradientWorks.of`.
-            uploads: see :meth:`GradientWorks.of`.
+            request: see :func:`~ampopt._step.overflow.check_and_unscale`.
+            agreement: the ranks that all-reduce the overflow flag; ``None`` for this rank alone.
+            uploads: see :func:`~ampopt._step.overflow.check_and_unscale`.
             prepare: called unless the rows of the last call fit: checks the gradients, and returns
                 those to make rows of, which may be those of masters; ``None`` to take them all.
-            edits: whether the caller writes to the gradients, so that none may share memory.
+            write: whether to unscale the gradients in place.
+            edits: whether the caller writes to them afterwards.
+
+        Returns:
+            The gradients that were checked, and the decision: ``None`` if no rank has any.
         """
+        with_grads, works = self._rows(groups, agreement, uploads, prepare, edits=write or edits)
+        all_reduce = decision_all_reduce(agreement, request, len(with_grads))
+        if not with_grads:
+            return with_grads, decided_elsewhere(request, all_reduce, device_of(groups))
+        return with_grads, works.check(request, all_reduce, write=write)
+
+    def _rows(
+        self,
+        groups: list[dict[str, Any]],
+        agreement: Agreement | None,
+        uploads: dict[torch.device, Uploads],
+        prepare: Callable[[list[ParamWithGrad]], list[ParamWithGrad]] | None,
+        *,
+        edits: bool,
+    ) -> tuple[list[ParamWithGrad], GradientWorks]:
+        """The present gradients, and their rows; none that are written to may share memory."""
         kept = self._kept
         fits = self._agreement is agreement and kept is not None and kept.take_gradients(groups)
         if kept is not None and fits and not (edits and may_overlap(kept.work.grads)):

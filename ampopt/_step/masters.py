@@ -18,8 +18,8 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.kept_rows import RowsOfGradients
-from ampopt._step.overflow import decided_elsewhere, device_of, make_writable
-from ampopt._step.rank_agreement import Agreement, decision_all_reduce
+from ampopt._step.overflow import make_writable
+from ampopt._step.rank_agreement import Agreement
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
@@ -230,12 +230,10 @@ class Masters(RefersToOptimizer):
                 make_writable(with_grads)
             return self.copy_gradients(with_grads) if write else with_grads
 
-        with_grads, works = self._rows.get(groups, agreement, uploads, prepare, edits=edits)
-        all_reduce = decision_all_reduce(agreement, request, len(with_grads))
-        if not with_grads:
-            return decided_elsewhere(request, all_reduce, device_of(groups))
-        decision = works.check(request, all_reduce, write=write)
-        if request.max_norm is not None:
+        with_grads, decision = self._rows.check(
+            groups, request, agreement, uploads, prepare, write=write, edits=edits
+        )
+        if decision is not None and request.max_norm is not None:
             _clip([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
         return decision
 

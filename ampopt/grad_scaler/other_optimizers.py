@@ -6,7 +6,7 @@ inf/NaN after unscaling, and that there is one flag, 0 or 1, for all gradients o
 
 import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients, ranks
-from ampopt._step.overflow import check_and_unscale, device_of, make_writable
-from ampopt._step.rank_agreement import decision_all_reduce
+from ampopt._step.kept_rows import RowsOfGradients
+from ampopt._step.overflow import make_writable
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
@@ -41,6 +41,7 @@ class Record:
         owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
         holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
         pending: the holder's pending unscale, to detect that it was discarded since.
+        rows: the rows of its gradients, kept from one ``update`` to the next.
     """
 
     optimizer: Any
@@ -53,6 +54,7 @@ class Record:
     owned: bool = False
     holder: Any = None
     pending: Any = None
+    rows: RowsOfGradients = field(default_factory=RowsOfGradients)
 
     def of(self, optimizer: Any) -> bool:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
@@ -103,14 +105,14 @@ def check_gradients(
     if times is not None:
         request = Request(scale=scale.value * times)
     groups = optimizer.param_groups
-    with_grads = gradients.params_with_grads(groups)
     agreement = ranks.agreement(groups, record.process_group, optimizers=[optimizer])
-    all_reduce = decision_all_reduce(agreement, request, len(with_grads))
-    if write:
-        make_writable(with_grads)
-    decision = check_and_unscale(
-        with_grads, request, all_reduce, device_of(groups), write=write, uploads={}
-    )
+
+    def prepare(with_grads: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
+        if write:
+            make_writable(with_grads)
+        return with_grads
+
+    _, decision = record.rows.check(groups, request, agreement, {}, prepare, write=write)
     if decision is None:
         record.set_result(None, scale)
         return

@@ -473,8 +473,12 @@ class GradScaler(scheduled.ScheduledScaler):
         if group is not None and isinstance(inner, Optimizer):
             if inner._ampopt.process_group is None:
                 inner._ampopt.process_group = group
-        self._records.append(Record(optimizer, optimizer.param_groups, scale, group))
-        return self._records[-1]
+        record = Record(optimizer, optimizer.param_groups, scale, group)
+        for last in self._stepped_records:
+            if last.of(optimizer):
+                record.rows = last.rows
+        self._records.append(record)
+        return record
 
     def _refuse_shared(self, record: Record, optimizer: Any) -> None:
         """Refuse gradients that were already unscaled for another optimizer."""

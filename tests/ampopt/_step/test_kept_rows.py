@@ -266,3 +266,36 @@ def test_optimizers_that_step_together_skip_together_whichever_gradients_come(ba
             if any(param is p for p in stepped) and not overflows:
                 expected[i] = expected[i] - added[i]
             assert torch.equal(param.detach(), expected[i])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(["dense", "strided", "absent"]), min_size=2, max_size=2),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_scaler_unscales_for_torchs_optimizer_whichever_gradients_come(batches):
+    """As torch's scaler does."""
+    every = [[Parameter(torch.zeros(shape)) for shape in SHAPES] for _ in range(2)]
+    optimizers = [torch.optim.SGD(params, lr=1.0) for params in every]
+    scalers = ampopt.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number, (forms, overflows, unscales) in enumerate(batches):
+        for params, optimizer, scaler in zip(every, optimizers, scalers, strict=True):
+            scaler.scale(torch.zeros(()))
+            micro_batch(params, [*forms, "dense"], number)
+            last = params[2].grad
+            assert last is not None
+            if overflows:
+                last[0] = float("inf")
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        for param, expected in zip(*every, strict=True):
+            assert torch.equal(param.detach(), expected.detach())
