@@ -114,7 +114,7 @@ class Accumulation(RefersToOptimizer):
         self.cycle: AccumulationCycle | None = None
         self.swapped_in = False
         self._replaced_grads: list[_ReplacedGradient] = []
-        # By parameter, without weak references to it; see Checks.
+        # No weak references: torch refuses to move a DTensor parameter to which there is one.
         self._sums: dict[Any, Any] = {}
         self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
         self._rows: dict[bool, KeptRows] = {}  # by whether the sums were still empty

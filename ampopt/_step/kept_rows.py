@@ -103,6 +103,7 @@ class RowsOfGradients:
     def __init__(self) -> None:
         """Keep no rows yet."""
         self._agreement: Agreement | None = None
+        self._writes = False  # what `prepare` does may depend on it
         self._kept: KeptRows | None = None
 
     def check(
@@ -131,6 +132,8 @@ class RowsOfGradients:
         Returns:
             The gradients that were checked, and the decision: ``None`` if no rank has any.
         """
+        if write != self._writes:
+            self._writes, self._kept = write, None
         with_grads, works = self._rows(groups, agreement, uploads, prepare, edits=write or edits)
         all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         if not with_grads:

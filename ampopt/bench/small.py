@@ -153,7 +153,7 @@ class _Descent(torch.optim.Optimizer):
 
 
 class _OwnDescent(ampopt.Optimizer):
-    """The same, as an optimizer with control points."""
+    """Gradient descent with one torch operation, as an ``ampopt.Optimizer``."""
 
     step: Any = _Descent.step
 

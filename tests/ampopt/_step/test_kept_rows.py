@@ -299,3 +299,26 @@ def test_a_scaler_unscales_for_torchs_optimizer_whichever_gradients_come(batches
         assert scalers[0].get_scale() == scalers[1].get_scale()
         for param, expected in zip(*every, strict=True):
             assert torch.equal(param.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_unscale_after_the_check_of_a_closure_writes_no_float16_gradient(master_weights):
+    """The check reads the gradients of parameters, which unscale must not divide in float16."""
+    param = Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = ampopt.SGD([param], lr=1.0, master_weights=master_weights)
+
+    def closure(scale):
+        param.grad = torch.full_like(param, scale)
+        return torch.ones(())
+
+    for _ in range(2):
+        optimizer.unscale_and_step(closure, grads_scaled_by=2.0)
+    param.grad = torch.full_like(param, 2.0**-10)
+    if not master_weights:
+        with pytest.raises(RuntimeError, match="unscaled values would underflow"):
+            optimizer.unscale(grads_scaled_by=2.0**15)
+        assert param.grad.tolist() == [2.0**-10] * 3
+        return
+    optimizer.unscale(grads_scaled_by=2.0**15)
+    (full,) = optimizer.master_params()
+    assert full.grad is not None and full.grad.tolist() == [2.0**-25] * 3
