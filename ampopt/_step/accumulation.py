@@ -270,7 +270,8 @@ class Accumulation(RefersToOptimizer):
             rows.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
         works = works_of(rows, grads, self.uploads["add"])
         if KeptRows.fit(present, works):
-            self._rows[not cycle.params] = KeptRows(self.groups, present, works[0])
+            (was_empty,) = works[0].rows[0].flags
+            self._rows[was_empty] = KeptRows(self.groups, present, works[0])
         return works
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:

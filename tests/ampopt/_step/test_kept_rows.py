@@ -322,3 +322,19 @@ def test_unscale_after_the_check_of_a_closure_writes_no_float16_gradient(master_
     optimizer.unscale(grads_scaled_by=2.0**15)
     (full,) = optimizer.master_params()
     assert full.grad is not None and full.grad.tolist() == [2.0**-25] * 3
+
+
+def test_a_sum_that_began_later_than_others_is_added_to():
+    params, optimizer = made()
+    alike(optimizer, params)
+    optimizer.zero_grad()
+    for forms in (["dense", "absent", "absent"], ["absent", "dense", "absent"]):
+        micro_batch(params, forms, 0)
+        optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    before, added = params[1].detach().clone(), torch.zeros(SHAPES[1])
+    for forms in (["dense"] * 3, ["absent", "dense", "absent"]):
+        added += micro_batch(params, forms, 0)[1]
+        optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert torch.equal(params[1].detach(), before - added)
