@@ -26,9 +26,6 @@ from ampopt_kernels.uploads import Uploads
 
 __all__ = ["KeptRows", "RowsOfGradients"]
 
-_ENTRIES = {"params", MASTER_WEIGHTS.name}
-"""The entries of param groups on which the rows depend."""
-
 
 class KeptRows:
     """The rows of one call.
@@ -56,8 +53,9 @@ class KeptRows:
         self._groups = list(groups)
         self._identities = IdentityGuard(
             [group["params"] for group in groups],
-            [(group, _ENTRIES & group.keys()) for group in groups],
+            [(group, ("params",)) for group in groups],
         )
+        self._have_masters = list(map(MASTER_WEIGHTS.of, groups))
         self._layouts = LayoutGuard(self._params)
         self._grad_layouts = LayoutGuard(work.grads)
 
@@ -86,6 +84,8 @@ class KeptRows:
         if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
             return False
         if not self._identities.unchanged():
+            return False
+        if list(map(MASTER_WEIGHTS.of, groups)) != self._have_masters:
             return False
         if any(param.grad is not None for param in self._others):
             return False

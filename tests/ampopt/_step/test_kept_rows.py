@@ -203,7 +203,8 @@ def test_master_weights_that_are_turned_on_get_the_unscaled_gradients():
     param = Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = ampopt.SGD([param], lr=1.0)
     for turned_on in (False, False, True, True):
-        optimizer.param_groups[0]["master_weights"] = turned_on
+        if turned_on:  # a group need not have the entry
+            optimizer.param_groups[0]["master_weights"] = True
         param.grad = torch.ones_like(param)
         optimizer.unscale(grads_scaled_by=3.0)
         (full,) = optimizer.master_params()
