@@ -24,10 +24,11 @@ from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
+from ampopt_kernels.memory import all_have_memory
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
-from ampopt_kernels.tensors import dense_like, real
+from ampopt_kernels.tensors import dense_like, is_dense, real
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["DROPS", "Accumulation", "AccumulationCycle", "refuse_sparse"]
@@ -157,7 +158,8 @@ class Accumulation(RefersToOptimizer):
             self.check_sums()
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
-        params = [param for _, param in gradients.present(self.groups)]
+        # Each once: torch allows a parameter to be in a group twice.
+        params = list(dict.fromkeys(param for _, param in gradients.present(self.groups)))
         all_reduce = decision_all_reduce(agreement, request, len(params), call)
         try:
             decision = self._add(cycle, request, all_reduce, rows)
@@ -288,7 +290,7 @@ class Accumulation(RefersToOptimizer):
             if total.dtype != wide:
                 total = self._sums[param] = total.to(wide)
                 self._rows.clear()
-        elif total is None or total.dtype != wide or not _is_placed_like(total, param):
+        elif total is None or total.dtype != wide or not _may_be_written(total, param):
             total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             self._sums[param] = total = dtensor.from_local_like(total, param)
             self._rows.clear()  # they may have the old sum
@@ -413,6 +415,16 @@ class Accumulation(RefersToOptimizer):
 def _is_placed_like(total: Any, param: Any) -> bool:
     """Whether the sum ``total`` has the shape and device that ``param`` has now."""
     return total.shape == param.shape and total.device == param.device
+
+
+def _may_be_written(total: Any, param: Any) -> bool:
+    """Whether the sum ``total`` of an earlier cycle can be overwritten.
+
+    A step has read it in ``p.grad``, where users may have given it other memory: of another tensor,
+    by ``p.grad.data = other``, or less.
+    """
+    own = dtensor.local(total)
+    return _is_placed_like(total, param) and is_dense(own) and all_have_memory([own])
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:

@@ -19,7 +19,7 @@ from ampopt._step.overflow import GradientWorks, decided_elsewhere, device_of
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt.options import MASTER_WEIGHTS
 from ampopt_kernels.memory import may_overlap
-from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard
+from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.uploads import Uploads
@@ -56,7 +56,10 @@ class KeptRows:
             [(group, ("params",)) for group in groups],
         )
         self._have_masters = list(map(MASTER_WEIGHTS.of, groups))
-        self._layouts = LayoutGuard(self._params)
+        # A step reads sums in ``p.grad``, where users may give them other memory.
+        sums = [row.param for row in work.rows if row.param is not None]
+        self._tensors, self._sums_at = [*self._params, *sums], addresses(sums)
+        self._layouts = LayoutGuard(self._tensors)
         self._grad_layouts = LayoutGuard(work.grads)
 
     @staticmethod
@@ -89,11 +92,11 @@ class KeptRows:
             return False
         if any(param.grad is not None for param in self._others):
             return False
-        _, fits = self._layouts.read(self._params)
-        addresses, grads_fit = self._grad_layouts.read(self._params, of_gradients=True)
-        if not {*fits, *grads_fit} <= {1}:
+        found, fits = self._layouts.read(self._tensors)
+        grads_at, grads_fit = self._grad_layouts.read(self._params, of_gradients=True)
+        if not {*fits, *grads_fit} <= {1} or found[len(self._params) :] != self._sums_at:
             return False
-        self.work.refresh(lambda: [param.grad for param in self._params], (), None, addresses)
+        self.work.refresh(lambda: [param.grad for param in self._params], (), None, grads_at)
         return True
 
 
@@ -106,6 +109,7 @@ class RowsOfGradients:
         self._writes = False  # what `prepare` does may depend on it
         self._kept: KeptRows | None = None
 
+    @torch.no_grad()
     def check(
         self,
         groups: list[dict[str, Any]],

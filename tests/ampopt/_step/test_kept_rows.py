@@ -153,6 +153,40 @@ def test_no_gradient_is_kept():
         assert all(ref() is None for ref in grads)
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [torch.zeros(4), torch.zeros(8)[::2], torch.zeros(1).expand(4), torch.zeros(4).half()],
+    ids=["dense", "strided", "expanded", "half"],
+)
+def test_a_sum_that_a_user_has_given_other_memory_is_made_anew(memory):
+    """The memory that it had may be freed by now, and its new one not be its own."""
+    params, optimizer = made()
+    before = memory.clone()
+    for cycle in range(1, 4):
+        for _ in range(2):
+            micro_batch(params, ["dense"] * 3, 0)
+            optimizer.accumulate(grads_scaled_by=1.0)
+        optimizer.unscale()
+        total = params[1].grad
+        assert total is not None and total.tolist() == [2.0, 4.0, 6.0, 8.0]
+        optimizer.step_after_unscale()
+        assert params[1].tolist() == [-2.0 * cycle, -4.0 * cycle, -6.0 * cycle, -8.0 * cycle]
+        total.data = memory
+    if memory.stride() != (1,):
+        assert torch.equal(memory, before)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_in_a_group_twice_is_added_once():
+    param = Parameter(torch.zeros(4))
+    optimizer = ampopt.SGD([param, param], lr=1.0)
+    for _ in range(3):
+        param.grad = torch.ones(4)
+        optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert param.tolist() == [-3.0] * 4
+
+
 # --- unscale --------------------------------------------------------------------------------------
 
 
@@ -267,6 +301,21 @@ def test_optimizers_that_step_together_skip_together_whichever_gradients_come(ba
             if any(param is p for p in stepped) and not overflows:
                 expected[i] = expected[i] - added[i]
             assert torch.equal(param.detach(), expected[i])
+
+
+@pytest.mark.parametrize("backend", ["compiled", "eager"], indirect=True)
+def test_a_norm_does_not_keep_the_graph_of_gradients_that_have_one(backend):
+    params, optimizer = made()
+    other = Parameter(torch.zeros(3))
+    both = [optimizer, ampopt.SGD([other], lr=1.0)]
+    for _ in range(2):
+        loss = sum((p + 1).pow(3).sum() for p in [*params, other])
+        assert isinstance(loss, Tensor)
+        grads = torch.autograd.grad(loss, [*params, other], create_graph=True)
+        for param, grad in zip([*params, other], grads, strict=True):
+            param.grad = grad
+        ampopt.unscale_and_step(both, grads_scaled_by=1.0, max_norm=1.0)
+        assert optimizer.grad_norm is not None and not optimizer.grad_norm.requires_grad
 
 
 @given(
