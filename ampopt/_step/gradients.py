@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
+from ampopt._step.tensor_subclasses import inner_names
 from ampopt_kernels.gradient_reports import Owner
 from ampopt_kernels.step import reciprocal
 from ampopt_kernels.tensors import real, was_freed
@@ -155,6 +156,11 @@ def check_gradient(param: Any, name: str) -> None:
             f"the gradient of {name} is {grad.layout}; dense and torch.sparse_coo gradients can be "
             "optimized: convert it"
         )
+    if type(grad) is not Tensor and inner_names(grad) and not dtensor.is_awaited(grad):
+        raise TypeError(
+            f"the gradient of {name} is a {type(grad).__name__}, whose values are in other "
+            "tensors: convert it to an ordinary tensor"
+        )
     if grad.shape != param.shape:
         raise ValueError(
             f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter "
@@ -178,7 +184,8 @@ def values_of(param: Tensor) -> Tensor:
 
     If no memory holds the values, ``param.grad`` is replaced: a sparse gradient is coalesced, since
     a sum of duplicates may overflow; a lazy conjugate or negative, which autograd leaves on complex
-    parameters, is resolved; a ``DTensor`` is redistributed to the placements of the parameter.
+    parameters, is resolved; a ``DTensor`` is redistributed to the placements of the parameter; the
+    result of an asynchronous collective is waited for, on the device.
     """
     grad = param.grad
     assert grad is not None
@@ -186,6 +193,8 @@ def values_of(param: Tensor) -> Tensor:
         dtensor.redistribute_gradient(param)
         grad = param.grad
         assert grad is not None
+    elif dtensor.is_awaited(grad):
+        grad = param.grad = dtensor.waited_for(grad)
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()

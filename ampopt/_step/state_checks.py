@@ -106,6 +106,7 @@ def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) 
         others: further parameters, with which none of ``written`` that is a state may share memory.
 
     Raises:
+        TypeError: the values of one of ``written`` are in other tensors.
         RuntimeError: the storage of a tensor was freed, or has less memory than its elements take.
         ValueError: a state shares memory with another tensor.
     """
@@ -113,6 +114,15 @@ def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) 
     everything = [*written, *(others or ())]
     own = dtensor.local_of_each(list(chain.from_iterable(map(_tensors_of, everything))))
     n_written = len(own) - len(everything) + len(written)
+    kinds = [kind for kind in set(map(type, own)) if hasattr(kind, "__tensor_flatten__")]
+    for (name, key), tensor in zip(_names_of(written), own, strict=False) if kinds else ():
+        if type(tensor) in kinds:
+            what = name if key is None else _state_name(key, name)
+            raise TypeError(
+                f"{what} is a {type(tensor).__name__}, whose values are in other tensors, which a "
+                "rule cannot update: leave the parameter to an optimizer of torch, or replace it "
+                "by an ordinary tensor"
+            )
     devices = list(map(_device_of, own))
     for device in set(devices):
         if device.type not in _WITH_ADDRESSES:

@@ -13,6 +13,7 @@ from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
 __all__ = [
     "as_replicated",
     "from_local_like",
+    "is_awaited",
     "is_dtensor",
     "is_placed_as",
     "local",
@@ -21,6 +22,7 @@ __all__ = [
     "placements",
     "redistribute_gradient",
     "replicated_like",
+    "waited_for",
 ]
 
 
@@ -36,18 +38,23 @@ def local(tensor: Any) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     part = getattr(tensor, LOCAL_TENSOR)
-    return part if type(part) is Tensor else _waited_for(part)
+    return part if type(part) is Tensor else waited_for(part)
 
 
-def _waited_for(part: Any) -> Tensor:
-    """``part``; if it is the result of an asynchronous collective, after a wait on the device."""
-    return part.wait() if hasattr(part, "wait") else part
+def is_awaited(tensor: Any) -> bool:
+    """Whether ``tensor`` is the result of an asynchronous collective, which may still write it."""
+    return hasattr(tensor, "wait")
+
+
+def waited_for(part: Any) -> Tensor:
+    """``part``; if it :func:`is_awaited`, after a wait on the device."""
+    return part.wait() if is_awaited(part) else part
 
 
 def local_of_each(tensors: list[Any]) -> list[Any]:
     """:func:`local` of hundreds, in no Python for each; of ``None`` that is ``None``."""
     parts = list(map(getattr, tensors, repeat(LOCAL_TENSOR), tensors))
-    return parts if _THERE.issuperset(map(type, parts)) else list(map(_waited_for, parts))
+    return parts if _THERE.issuperset(map(type, parts)) else list(map(waited_for, parts))
 
 
 _THERE = {Tensor, torch.nn.Parameter, type(None)}

@@ -365,22 +365,28 @@ def test_the_deciding_ranks_are_found_once(two_ranks):
     assert two_ranks.run(steady, "split") == [1] * 2
 
 
-def arriving() -> list[bool]:
+def arriving(is_sharded: bool) -> list[bool]:
     """For each step, whether it waited for a gradient whose collective was still running."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
+    if not is_sharded:
+        p = Parameter(torch.ones(4))
     optimizer, right = ampopt.SGD([p], lr=0.25), []
     for step in range(3):
-        p.grad = placed(torch.ones(4), p.device_mesh, p.placements)
-        p.grad._local_tensor = AsyncCollectiveTensor(p.grad._local_tensor)
+        if is_sharded:
+            p.grad = placed(torch.ones(4), p.device_mesh, p.placements)
+            p.grad._local_tensor = AsyncCollectiveTensor(p.grad._local_tensor)
+        else:
+            p.grad = AsyncCollectiveTensor(torch.ones(4))
         optimizer.unscale_and_step(grads_scaled_by=1.0)
         right.append(whole(p).tolist() == [0.75 - 0.25 * step] * 4)
     return right
 
 
-def test_pending_collectives_of_a_gradient_are_waited_for(two_ranks):
-    assert two_ranks.run(arriving) == [[True] * 3] * 2
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_pending_collectives_of_a_gradient_are_waited_for(two_ranks, is_sharded):
+    assert two_ranks.run(arriving, is_sharded) == [[True] * 3] * 2
 
 
 def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]:

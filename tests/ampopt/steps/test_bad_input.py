@@ -294,6 +294,49 @@ def test_a_gradient_on_another_device(cls, call):
     assert optimizer._ampopt.phase.pending is None
 
 
+class Elsewhere(Tensor):
+    """A tensor whose values are in another one."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Elsewhere":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].inner)  # of detach
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_tensor_whose_values_are_in_another_is_refused(backend, steps):
+    """It has no address, and a gradient without one would count as absent."""
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.AdamW([param])
+    for _ in range(steps):
+        param.grad = torch.ones(3)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    before = bits(param)
+    param.grad = Elsewhere(torch.ones(3))
+    calls = optimizer.unscale_and_step, optimizer.unscale, optimizer.accumulate
+    for call in calls:
+        with pytest.raises(TypeError, match="the gradient of .* is a Elsewhere, whose values are"):
+            call(grads_scaled_by=1.0)
+    param.grad = torch.ones(3)
+    optimizer.initialize_states()
+    optimizer.state[param]["exp_avg"] = Elsewhere(torch.ones(3))
+    with pytest.raises(TypeError, match="exp_avg of .* is a Elsewhere, whose values are"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert bits(param) == before
+
+
 @both_backends
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
 def test_gradients_of_a_dtype_that_has_no_arithmetic(cls):
