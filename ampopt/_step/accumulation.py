@@ -247,10 +247,12 @@ class Accumulation(RefersToOptimizer):
                 agree=None if checks_first else all_reduce,
             )
             works = self._works_of_sums(cycle, present) if rows is None else [rows.work]
-            decision_on_sums = run(backend_for, works, add_request)
+            try:
+                decision_on_sums = run(backend_for, works, add_request)
+            finally:
+                for work in works:
+                    work.release()
             decision = decision if checks_first else decision_on_sums
-            for work in works:
-                work.release()
         # Recorded only now: if a kernel could not be compiled, nothing was added.
         cycle.params.update({id(one.tensor): one for one in present})
         if decision is not None:

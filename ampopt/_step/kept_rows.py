@@ -78,8 +78,12 @@ class KeptRows:
             for one, grad in zip(present, works[0].grads, strict=True)
         )
 
-    def take_gradients(self, groups: list[dict[str, Any]]) -> bool:
+    def take_gradients(self, groups: list[dict[str, Any]], *, are_written: bool = False) -> bool:
         """Replace the gradients by those of this call.
+
+        Args:
+            groups: the param groups.
+            are_written: whether the gradients are written to, so that none may share memory.
 
         Returns:
             Whether the rows fit: the same parameters have gradients, with the same layouts.
@@ -97,7 +101,7 @@ class KeptRows:
         if not {*fits, *grads_fit} <= {1} or found[len(self._params) :] != self._sums_at:
             return False
         self.work.refresh(lambda: [param.grad for param in self._params], (), None, grads_at)
-        return True
+        return not (are_written and may_overlap(self.work.grads))
 
 
 class RowsOfGradients:
@@ -105,9 +109,8 @@ class RowsOfGradients:
 
     def __init__(self) -> None:
         """Keep no rows yet."""
-        self._agreement: Agreement | None = None
-        self._writes = False  # what `prepare` does may depend on it
         self._kept: KeptRows | None = None
+        self._made_for: Any = None  # what the rows, and what `prepare` does, depend on
 
     @torch.no_grad()
     def check(
@@ -136,33 +139,21 @@ class RowsOfGradients:
         Returns:
             The gradients that were checked, and the decision: ``None`` if no rank has any.
         """
-        if write != self._writes:
-            self._writes, self._kept = write, None
-        with_grads, works = self._rows(groups, agreement, uploads, prepare, edits=write or edits)
+        made_for = agreement, write
+        kept = self._kept if self._made_for == made_for else None
+        self._kept, self._made_for = None, made_for  # a call that raises keeps no gradients
+        if kept is not None and kept.take_gradients(groups, are_written=write or edits):
+            with_grads, works = kept.present, GradientWorks([kept.work])
+        else:
+            with_grads = gradients.params_with_grads(groups)
+            if prepare is not None:
+                with_grads = prepare(with_grads)
+            works, kept = GradientWorks.of(with_grads, agreement, uploads), None
+            if KeptRows.fit(with_grads, works.works):
+                kept = KeptRows(groups, with_grads, works.works[0])
         all_reduce = decision_all_reduce(agreement, request, len(with_grads))
         if not with_grads:
             return with_grads, decided_elsewhere(request, all_reduce, device_of(groups))
-        return with_grads, works.check(request, all_reduce, write=write)
-
-    def _rows(
-        self,
-        groups: list[dict[str, Any]],
-        agreement: Agreement | None,
-        uploads: dict[torch.device, Uploads],
-        prepare: Callable[[list[ParamWithGrad]], list[ParamWithGrad]] | None,
-        *,
-        edits: bool,
-    ) -> tuple[list[ParamWithGrad], GradientWorks]:
-        """The present gradients, and their rows; none that are written to may share memory."""
-        kept = self._kept
-        fits = self._agreement is agreement and kept is not None and kept.take_gradients(groups)
-        if kept is not None and fits and not (edits and may_overlap(kept.work.grads)):
-            return kept.present, GradientWorks([kept.work])
-        with_grads = gradients.params_with_grads(groups)
-        if prepare is not None:
-            with_grads = prepare(with_grads)
-        works = GradientWorks.of(with_grads, agreement, uploads)
-        self._agreement, self._kept = agreement, None
-        if KeptRows.fit(with_grads, works.works):
-            self._kept = KeptRows(groups, with_grads, works.works[0])
-        return with_grads, works
+        decision = works.check(request, all_reduce, write=write)
+        self._kept = kept
+        return with_grads, decision

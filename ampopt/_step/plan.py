@@ -151,8 +151,7 @@ class Plan:
             rule: its rule now.
         """
         fits = self._tensor_guard.is_plain and self.revalidate(optimizer, rule)
-        for work in self.works:
-            work.release()
+        self._release_gradients()
         return fits
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
@@ -218,7 +217,10 @@ class Plan:
             )
         if request.write and not (self._writes_gradients and self._can_write()):
             extended_request = replace(extended_request, write=False)
-        decision = run(backend_for, self._works_now, extended_request)
+        try:
+            decision = run(backend_for, self._works_now, extended_request)
+        finally:
+            self._release_gradients()
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended_request.write:  # in place, after the update has read them
@@ -248,7 +250,7 @@ class Plan:
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:
-        """Finish a step: write copies back, record the writes with autograd, and release gradients.
+        """Finish a step: write copies back, and record the writes with autograd.
 
         Kernels write to parameters without autograd. To increment the version counters lets
         autograd refuse a backward pass that needs the old values, as it does after a step of torch.
@@ -262,5 +264,8 @@ class Plan:
             for original, copy in self._copies:
                 original.copy_(copy)
             bump_versions(self._params_now)
+
+    def _release_gradients(self) -> None:
+        """Drop the references to gradients, so that zero_grad can free their memory."""
         for work in self.works:
-            work.release()  # so that zero_grad can free their memory before the next pass
+            work.release()

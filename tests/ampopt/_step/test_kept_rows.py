@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 
@@ -258,6 +260,34 @@ def test_unscale_keeps_no_gradient():
         optimizer.zero_grad()
         gc.collect()
         assert all(ref() is None for ref in grads)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The operation by which gradients are checked, or added to sums, finds no memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.aminmax.default, torch.ops.aten.mul.Tensor):
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["eager"], indirect=True)
+@pytest.mark.parametrize("call", ["unscale", "accumulate", "unscale_and_step"])
+def test_a_call_that_raises_keeps_no_gradient(backend, call):
+    """For a second try there is the memory of the gradients, if the caller clears them."""
+    params, optimizer = made()
+    for _ in range(3):
+        micro_batch(params, ["dense"] * 3, 0)
+        grads = [weakref.ref(param.grad) for param in params]
+        with pytest.raises(MemoryError), OutOfMemory():
+            getattr(optimizer, call)(grads_scaled_by=2.0)
+        for param in params:
+            param.grad = None
+        gc.collect()
+        assert all(ref() is None for ref in grads)
+        micro_batch(params, ["dense"] * 3, 0)
+        getattr(optimizer, call)(grads_scaled_by=2.0)
+        optimizer.zero_grad()
 
 
 def test_a_backward_pass_that_needs_gradients_from_before_unscale_is_refused():
