@@ -1,5 +1,6 @@
 """``unscale_and_step`` for several optimizers: all of them step, or all skip."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
+from ampopt._step.kept_rows import RowsOfGradients
 from ampopt._step.overflow import device_of
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.torch_private import uncompiled
@@ -91,8 +93,7 @@ def unscale_and_step(
     if has_sums:
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
-        rows = optimizers[0]._ampopt.rows_together
-        _, decision = rows.check(groups, request, agreement, uploads)
+        _, decision = _rows_of(optimizers).check(groups, request, agreement, uploads)
     next_scale = next_scale_of(scale, decision)
     grad_scale = None if has_sums else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, grad_scale, decision)
@@ -108,6 +109,20 @@ def unscale_and_step(
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), next_scale)
     return StepResult(None, as_flag(decision.found_inf, decision.overflow_reports), next_scale)
+
+
+_ROWS: dict[tuple[weakref.ref[Optimizer], ...], RowsOfGradients] = {}
+"""The rows of the gradients of optimizers that have stepped together, while all of them exist."""
+
+
+def _rows_of(optimizers: list[Optimizer]) -> RowsOfGradients:
+    """The rows of ``optimizers``, in this order."""
+    key = tuple(map(weakref.ref, optimizers))
+    if key not in _ROWS:
+        _ROWS[key] = RowsOfGradients()
+        for optimizer in optimizers:  # no optimizer keeps the parameters of another in memory
+            weakref.finalize(optimizer, _ROWS.pop, key, None)
+    return _ROWS[key]
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:

@@ -19,7 +19,6 @@ from torch import Tensor
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.kept_rows import RowsOfGradients
 from ampopt._step.masters import Masters
 from ampopt._step.observers import Observers
 from ampopt._step.overflow import device_of
@@ -61,7 +60,6 @@ class StepStrategy(RefersToOptimizer, ABC):
         runner: runs the update rule; ``None`` for an optimizer without a rule.
         masters: the float32 master weights of half-precision parameters.
         uploads: constants that earlier calls have copied to a device, by device.
-        rows_together: the rows of the gradients of this optimizer and others that step with it.
         accumulation: the sums that ``accumulate`` has filled and no step has used yet.
         phase: what the optimizer is in the middle of, and which calls that allows.
         observers: the watch and the skip conditions.
@@ -101,7 +99,6 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.runner = runner
         self.masters = Masters(optimizer, makes_masters=False) if runner is None else runner.masters
         self.uploads: dict[torch.device, Uploads] = {} if runner is None else runner.uploads
-        self.rows_together = RowsOfGradients()
         self.accumulation = Accumulation(optimizer)
         self.phase = Phase(self.accumulation, self.masters)
         self.observers = Observers(optimizer)

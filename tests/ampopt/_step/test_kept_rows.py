@@ -304,6 +304,20 @@ def test_a_backward_pass_that_needs_gradients_from_before_unscale_is_refused():
         optimizer.step_after_unscale()
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_an_optimizer_keeps_no_parameter_of_one_that_has_stepped_with_it(gone):
+    params = [Parameter(torch.zeros(3)) for _ in range(2)]
+    every = [ampopt.SGD([param], lr=1.0) for param in params]
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones(3)
+        ampopt.unscale_and_step(every, grads_scaled_by=1.0)
+    left = weakref.ref(params.pop(gone))
+    del every[gone], param
+    gc.collect()
+    assert left() is None
+
+
 @given(
     st.lists(
         st.tuples(
