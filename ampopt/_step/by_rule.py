@@ -98,7 +98,7 @@ class RuleRunner(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        on_masters = bool(self.masters.grads_at_unscale)
+        on_masters = bool(self.masters.holders)
         if on_masters:
             self.masters.check_unedited()
         elif self.masters.read_early is not None:

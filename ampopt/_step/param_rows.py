@@ -76,7 +76,7 @@ class RuleRows:
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
         groups = optimizer.param_groups
-        if masters.grads_at_unscale:
+        if masters.holders:
             planned = [p for p in planned if self._is_stepped(p.one, absent)]
         planned = sorted(planned, key=lambda p: p.variant.place)
         codecs = [
@@ -109,7 +109,7 @@ class RuleRows:
         self.state_keys: list[tuple[str, ...]] = []
         for p, own_codecs, state in zip(planned, codecs, states, strict=True):
             (index, param, owner), variant, complete = p
-            holder = masters.holder(index, param) if masters.grads_at_unscale else param
+            holder = masters.holder(index, param) if masters.holders else param
             # After unscale, a gradient can be removed from the parameter or from its master.
             is_absent = param.grad is None or holder.grad is None
             values = None if is_absent else gradients.values_of(holder)

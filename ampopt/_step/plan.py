@@ -109,7 +109,7 @@ class Plan:
         self._copies = rule_rows.copies
         self.reusable = not (rule_rows.copies or any(p.is_complex() for p in self._params))
         # Unscaling in place rounds gradients of a narrower dtype than the arithmetic.
-        self._writes_gradients = not masters.grads_at_unscale and all(
+        self._writes_gradients = not masters.holders and all(
             row.grad_dtype == dtype
             for work in self.works
             for row, dtype in zip(work.rows, work.compute_dtypes, strict=True)

@@ -212,7 +212,7 @@ class TensorGuard:
         if MISFIT in fits or found != self._addresses:
             return None
         grads: list[Any] | Callable[[], list[Any]]
-        if self.is_plain and not self._masters.grads_at_unscale:
+        if self.is_plain and not self._masters.holders:
             self.has_copied, grads = False, self._grads_now
             found, fits = self._grad_layouts.read(self._stepped_params, of_gradients=True)
         else:
@@ -231,10 +231,10 @@ class TensorGuard:
         grads: list[Any] = list(map(_grad_of, self._stepped_params))
         if self._dtensors:
             self._redistribute(grads)
-        if self._masters.grads_at_unscale:
-            for place, _ in self._indexed_masters:
+        if holders := self._masters.holders:
+            for place, master in self._indexed_masters:
                 if grads[place] is not None:
-                    grads[place] = self._masters.holder(*self._owners[place][:2]).grad
+                    grads[place] = holders.get(id(self._stepped_params[place]), master).grad
         return self._local(grads)
 
     def _redistribute(self, grads: list[Any]) -> None:

@@ -53,12 +53,14 @@ def waited_for(part: Any) -> Tensor:
 
 def local_of_each(tensors: list[Any]) -> list[Any]:
     """:func:`local` of hundreds, in no Python for each; of ``None`` that is ``None``."""
+    if _THERE.issuperset(map(type, tensors)):
+        return tensors
     parts = list(map(getattr, tensors, repeat(LOCAL_TENSOR), tensors))
     return parts if _THERE.issuperset(map(type, parts)) else list(map(waited_for, parts))
 
 
 _THERE = {Tensor, torch.nn.Parameter, type(None)}
-"""Types of local tensors whose values have arrived: no collective still writes them."""
+"""Types of tensors that are no ``DTensor``s, and whose values no collective still writes."""
 
 
 def placements(tensors: list[Any]) -> list[Any]:

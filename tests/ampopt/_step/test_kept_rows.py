@@ -1,5 +1,6 @@
 """``accumulate`` and ``unscale`` after calls like them: every change in between is noticed."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -23,15 +24,15 @@ FORMS = {
 }
 
 
-def made() -> tuple[list[Parameter], ampopt.Optimizer]:
-    params = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-    return params, ampopt.SGD(params, lr=1.0)
+def made(dtype: torch.dtype = torch.float32) -> tuple[list[Parameter], ampopt.Optimizer]:
+    params = [Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    return params, ampopt.SGD(params, lr=1.0, master_weights=dtype != torch.float32)
 
 
 def micro_batch(params: list[Parameter], forms: list[str], number: float) -> list[Tensor]:
     """Set gradients of these forms; return what they add to the sums."""
     for param, form in zip(params, forms, strict=True):
-        values = torch.arange(1.0, 1 + param.numel()).view(param.shape) + number
+        values = torch.arange(1.0, 1 + param.numel(), dtype=param.dtype).view(param.shape) + number
         param.grad = FORMS[form](values)
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
 
@@ -192,6 +193,7 @@ def test_a_parameter_that_is_in_a_group_twice_is_added_once():
 # --- unscale --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(
     st.lists(
         st.tuples(st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3), st.booleans()),
@@ -199,8 +201,8 @@ def test_a_parameter_that_is_in_a_group_twice_is_added_once():
         max_size=12,
     )
 )
-def test_gradients_are_unscaled_once_whichever_come(batches):
-    params, optimizer = made()
+def test_gradients_are_unscaled_once_whichever_come(dtype, batches):
+    params, optimizer = made(dtype)
     expected = [torch.zeros(shape) for shape in SHAPES]
     for number, (forms, share) in enumerate([*batches, (["dense"] * 3, True)]):
         micro_batch(params, forms, number)
@@ -208,12 +210,14 @@ def test_gradients_are_unscaled_once_whichever_come(batches):
             params[2].grad = params[0].grad.view(SHAPES[2])
         divided = [torch.zeros_like(p) if p.grad is None else p.grad / 2 for p in params]
         optimizer.unscale(grads_scaled_by=2.0)
-        for param, grad in zip(params, divided, strict=True):
+        pairs = list(optimizer.params_and_masters())
+        for (param, full), grad in zip(pairs, divided, strict=True):
             assert param.grad is None or torch.equal(param.grad, grad)
+            assert full.grad is None if param.grad is None else torch.equal(full.grad, grad.float())
         optimizer.step_after_unscale()
         expected = [total - grad for total, grad in zip(expected, divided, strict=True)]
-        for param, total in zip(params, expected, strict=True):
-            assert torch.equal(param.detach(), total)
+        for (_, full), total in zip(pairs, expected, strict=True):
+            assert torch.equal(full.detach(), total)
 
 
 def test_an_unscale_after_others_finds_overflows_and_norms():
@@ -250,8 +254,79 @@ def test_master_weights_that_are_turned_on_get_the_unscaled_gradients():
         optimizer.step_after_unscale()
 
 
-def test_unscale_keeps_no_gradient():
-    params, optimizer = made()
+def replaced_master(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    optimizer.state[param]["master_param"] = optimizer.state[param]["master_param"] + 1.0
+
+
+def replaced_state(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    optimizer.state[param] = {"master_param": optimizer.state[param]["master_param"] + 1.0}
+
+
+def replaced_states(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    optimizer.state = copy.copy(optimizer.state)
+    replaced_state(optimizer, param)
+
+
+def loaded(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["master_param"] += 1.0
+    optimizer.load_state_dict(state)
+
+
+def moved(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    master = optimizer.state[param]["master_param"]
+    master.data = master.data + 1.0
+
+
+def shortened(optimizer: ampopt.Optimizer, param: Parameter) -> None:
+    optimizer.param_groups[0]["master_bits"] = 24
+
+
+@pytest.mark.parametrize(
+    ("change", "shift"),
+    [
+        (replaced_master, 1),
+        (replaced_state, 1),
+        (replaced_states, 1),
+        (loaded, 1),
+        (moved, 1),
+        (shortened, 0),
+    ],
+)
+def test_another_master_gets_the_unscaled_gradients(change, shift):
+    param = Parameter(torch.zeros(8192, dtype=torch.bfloat16))
+    optimizer = ampopt.SGD([param], lr=1.0, master_weights=True)
+    for number in range(6):
+        if number == 2:
+            change(optimizer, param)
+        param.grad = torch.full_like(param, 3.0)
+        optimizer.unscale(grads_scaled_by=2.0)
+        (full,) = optimizer.master_params()
+        assert full.grad is not None and full.grad.unique().tolist() == [1.5]
+        expected = -1.5 * number + shift * (number >= 2)
+        assert full.unique().tolist() == [expected]
+        optimizer.step_after_unscale()
+        (full,) = optimizer.master_params()
+        assert full.grad is None and full.unique().tolist() == [expected - 1.5]
+
+
+def test_a_master_of_another_shape_is_refused_before_anything_changes():
+    param = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = ampopt.SGD([param], lr=1.0, master_weights=True)
+    for _ in range(2):
+        param.grad = torch.full_like(param, 3.0)
+        optimizer.unscale(grads_scaled_by=2.0)
+        optimizer.step_after_unscale()
+    optimizer.state[param]["master_param"].data = torch.zeros(2)
+    param.grad = torch.full_like(param, 3.0)
+    with pytest.raises(ValueError, match="group 0, parameter 0"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert param.grad.tolist() == [3.0] * 3 and optimizer.pending is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unscale_keeps_no_gradient(dtype):
+    params, optimizer = made(dtype)
     for _ in range(3):
         micro_batch(params, ["dense"] * 3, 0)
         grads = [weakref.ref(param.grad) for param in params]

@@ -54,7 +54,7 @@ def test_adamw_with_24_bit_masters_and_8_bit_states_has_7_1_bytes_a_parameter():
     tensors = [param, param.grad, *optimizer.state[param].values()]
     assert optimizer.state[param]["master_param"].dtype == torch.int8
     assert sum(t.untyped_storage().nbytes() for t in tensors) <= 7.1 * n
-    assert not optimizer._ampopt.masters.grads_at_unscale  # which would have float32 copies
+    assert not optimizer._ampopt.masters.holders  # which would have float32 copies
     assert param.grad is not None and param.grad.dtype == torch.bfloat16
 
 
