@@ -151,6 +151,7 @@ class RuleRunner(RefersToOptimizer):
         if self.checks.need_torch():
             return None
         reason, absent = FIRST, {}
+        self.masters.drop_rows()  # they may have parameters that were removed
         if old_plan is not None:
             reason, absent = old_plan.reason(optimizer, rule), old_plan.absent(optimizer)
         self.plan = self._plan_with(absent, needs_agreement=needs_agreement)

@@ -280,6 +280,10 @@ class Masters(RefersToOptimizer):
             _clip([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
         return decision
 
+    def drop_rows(self) -> None:
+        """Drop the rows that :meth:`unscale` has kept, and with them their parameters."""
+        self._rows = RowsOfGradients()
+
     @torch.no_grad()
     def show_unscaled(self) -> None:
         """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.

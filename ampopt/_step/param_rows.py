@@ -30,7 +30,7 @@ from ampopt_kernels.step_tensors import ParamRow
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 
-__all__ = ["RuleRows", "like_gradient", "random_key_of"]
+__all__ = ["RuleRows", "random_key_of"]
 
 
 class RuleRows:
@@ -115,8 +115,8 @@ class RuleRows:
             values = None if is_absent else gradients.values_of(holder)
             grad_dtype = absent[id(param)] if values is None else values.dtype
             row = self._row(p, own_codecs, state, grad_dtype)
-            like = like_gradient(row) if values is None else values
-            assert row.param is not None and like is not None
+            like = _like_gradient(row) if values is None else values
+            assert row.param is not None
             grad = dense_like(like, row.param)
             keys = variant.state_keys
             if complete is None:
@@ -246,10 +246,13 @@ class RuleRows:
         return copy
 
 
-def like_gradient(row: ParamRow) -> Tensor | None:
-    """A tensor of ``row`` that has the layout of its gradient; ``None`` if there is none."""
-    tensors = (row.param, row.copy)
-    return next((t for t in tensors if t is not None and t.dtype == row.grad_dtype), None)
+def _like_gradient(row: ParamRow) -> Tensor:
+    """A tensor that has the layout of the gradient of ``row``."""
+    assert row.param is not None
+    for tensor in (row.param, row.copy):
+        if tensor is not None and tensor.dtype == row.grad_dtype:
+            return tensor
+    return torch.empty_like(row.param, dtype=row.grad_dtype)
 
 
 def _refuse_flattened(

@@ -22,7 +22,7 @@ from ampopt._step.gradients import (
 )
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
-from ampopt._step.param_rows import RuleRows, like_gradient
+from ampopt._step.param_rows import RuleRows
 from ampopt._step.ranks import REPLICATED
 from ampopt._step.sharding import dtensor
 from ampopt.options import GROUP_OPTIONS
@@ -291,7 +291,6 @@ class TensorGuard:
             )
             if param.grad is None
             and id(param) in ids
-            and like_gradient(row) is not None
             and (not keys or (own is optimizer.state.get(param) and id(own) not in changed))
         }
 

@@ -294,18 +294,37 @@ def test_a_step_keeps_no_gradient_alive(backend):
         assert len(storages) == 2 and all(storage.expired() for storage in storages)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_removed_parameter_does_not_live_as_long_as_its_optimizer(accumulates):
+@pytest.mark.parametrize("off", [{"master_weights": False}, {"master_bits": 24}], ids=str)
+def test_masters_may_change_while_a_parameter_with_wide_gradients_has_none(off):
+    params = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = ampopt.SGD(params, lr=0.25, master_weights=True)
+    for step in range(6):
+        if step == 2:
+            optimizer.param_groups[0].update(off)
+        for param in params:
+            param.grad_dtype = None
+            param.grad = torch.ones(5000)
+        if step in (2, 3):
+            params[1].grad = None
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert bool((params[0] == -0.5).all()) and bool((params[1] == 0).all())
+
+
+@pytest.mark.parametrize("before", [None, "accumulate", "unscale"])
+def test_a_removed_parameter_does_not_live_as_long_as_its_optimizer(before):
     optimizer = ampopt.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
 
     def step() -> None:
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones(2)
-        if accumulates:
+        if before == "accumulate":
             optimizer.accumulate()
         optimizer.step()
 
     step()
+    if before == "unscale":
+        optimizer.unscale(1.0)
+        optimizer.step()
     param = optimizer.param_groups[0]["params"].pop()
     del optimizer.state[param]
     removed = weakref.ref(param)
