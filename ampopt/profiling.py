@@ -207,12 +207,11 @@ def _paths_of(
     ) -> Any:
         if stepped_optimizer is not optimizer:
             return skipper_step(skip_policy, stepped_optimizer, step, decision)
-        mode, trial = skip_policy.mode, skip_policy.on_accelerator
-        modes.append(mode)
-        is_tried = trial is not None and trial.mode == "probation"
-        outcome = skipper_step(trial if is_tried else skip_policy, optimizer, step, decision)  # type: ignore[arg-type]
-        if mode != "transaction" and counts_flags:
-            report.looks[_flag_of(name, waits=trial is None or trial.mode != "transaction")] += 1
+        modes.append(skip_policy.mode)
+        tried = skip_policy.on_accelerator or skip_policy
+        outcome = skipper_step(tried, optimizer, step, decision)
+        if counts_flags and (skip_policy.mode == "host" or tried.has_read_flag):
+            report.looks[_flag_of(name, waits=tried.has_read_flag)] += 1
         return outcome
 
     def after(*_: Any) -> None:
@@ -257,23 +256,25 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
         # Without a scale there is no decision. With one, the closure's evaluations were checked.
         checked = ours.decision_of_step is not None
         return f"{which}, {'checked after each evaluation' if checked else 'unchecked'}"
-    if mode == "transaction":
-        return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
-    description = f"{which}, after the host looked at the overflow flag"
     skip_policy: Any = ours.skip_policy
+    if mode == "transaction" and skip_policy.mode == mode:
+        added = ". It added state, so the host looked at the overflow flag"
+        return (
+            f"{which}, as a transaction: taken, and undone on the device if it overflowed"
+            f"{added if skip_policy.has_read_flag else ''}"
+        )
+    description = f"{which}, after the host looked at the overflow flag"
     if skip_policy.reason is not None:
         return f"{description}, as the step {skip_policy.reason}"
-    if mode == "probation":
-        return f"{description}, to find out whether later ones can be transactions"
     if ours.skip_by == "host":
         return f"{description}, as skip_by='host' says"
     on_gpu = skip_policy.on_accelerator
     if on_gpu.mode == "host":
         return f"{description}; on a GPU too, as the step {on_gpu.reason}"
     can = (
-        "on a GPU it can be a transaction, if all its states are there"
-        if on_gpu.mode == "transaction"
-        else "profile one more step to see whether it can be a transaction on a GPU"
+        "profile one more step to see whether it can be a transaction on a GPU"
+        if on_gpu.has_read_flag
+        else "on a GPU it can be a transaction, if all its states are there"
     )
     return f"{description}, which costs nothing on the CPU; {can}"
 

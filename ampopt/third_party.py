@@ -46,9 +46,8 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
 
     The result is a subclass of ``ampopt.Optimizer`` and of ``cls``, with the constructor, the step
     and the state of ``cls``; state dicts of either class load into the other. A step is skipped
-    like every ordinary step: see ``skip_by``. On an accelerator, a step with custom kernels that
-    torch's dispatcher does not see, or with compiled functions, synchronizes. Where ``step`` takes
-    no closure, a control point evaluates the closure before the step.
+    like every ordinary step: see ``skip_by``. Where ``step`` takes no closure, a control point
+    evaluates the closure before the step.
 
     **Name conflicts.** Methods and attributes of ``cls`` keep their meaning, even if they are named
     like control points: ``unscale``, ``unscale_and_step``, ``step_after_unscale``, ``grad_norm``,

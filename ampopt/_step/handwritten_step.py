@@ -79,12 +79,7 @@ class HandwrittenStep(StepStrategy):
             return None
         if self.runner is not None and skip_by == "auto" and self.decision_device.type != "cpu":
             _warn_of_own_step(type(self.optimizer).__name__)
-        return skip_policy_of(
-            skip_by,
-            self.decision_device,
-            transacts=self._make_state is not None,
-            bypasses_dispatcher=self.runner is not None,  # as kernels of a rule do
-        )
+        return skip_policy_of(skip_by, self.decision_device)
 
     # --- called by control points -----------------------------------------------------------------
 

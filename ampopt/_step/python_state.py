@@ -10,7 +10,7 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +23,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.tensor_subclasses import inner_names
 from ampopt._step.torch_private import CALLED, HOOKS, LOCAL_TENSOR
 from ampopt_kernels.devices import captures
+from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard
 
 __all__ = ["PythonState"]
 
@@ -59,6 +60,10 @@ _ATOMS = (
     *([torch.distributed.ProcessGroup] if torch.distributed.is_available() else []),
 )
 """Types of objects that are immutable, or have no state that a step depends on."""
+_GUARDED = frozenset({list, dict, defaultdict})
+"""Types of containers whose elements an :class:`IdentityGuard` compares."""
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors whose attributes no class of a user's own holds or replaces."""
 
 
 @dataclass
@@ -71,6 +76,7 @@ class _SavedObject:
         write: sets its value.
         was: its value when the snapshot was taken.
         grows: whether it is a mapping, to which a first step may add keys.
+        has_parts: whether its value may have mutable objects in it, which are then saved, too.
     """
 
     what: str
@@ -78,6 +84,7 @@ class _SavedObject:
     write: Callable[[Any], Any]
     was: Any
     grows: bool
+    has_parts: bool
 
     def differs(self) -> bool:
         """Whether the value has changed since the snapshot."""
@@ -91,6 +98,15 @@ class _SavedObject:
                 if key not in now or key not in self.was or not _same(self.was[key], now[key]):
                     return f"{self.what}[{key!r}]" if isinstance(key, str) else self.what
         return self.what
+
+    def retake(self) -> bool:
+        """Save the present value, unless it has other mutable objects in it. Returns whether."""
+        now = self.read()
+        if not _same(self.was, now):
+            if self.has_parts and not _differ_in_plain_values(self.was, now):
+                return False
+            self.was = now
+        return True
 
     def only_grew(self) -> bool:
         """Whether nothing has changed except that a mapping has new keys, which are allowed."""
@@ -118,6 +134,9 @@ class PythonState:
         self.tensors: list[Tensor] = []
         self.hidden_object: str | None = None
         self._saved_objects: list[_SavedObject] = []
+        self._unguarded: list[_SavedObject] = []  # those that no guard compares
+        self._lists: list[Any] = []
+        self._dicts: list[Any] = []
         self._objects: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is reused
         self._queue: list[tuple[Any, str]] = []
         self._add(optimizer, type(optimizer).__name__)
@@ -125,28 +144,51 @@ class PythonState:
         for name, generator in _generators(t.device for t in self.tensors):
             self._add(generator, name)
         self._find()
+        self._objects = {}
+        self._identities = IdentityGuard(self._lists, [(entries, None) for entries in self._dicts])
+        self._layouts = LayoutGuard(self.tensors)
+        self._addresses = self._layouts.read(self.tensors)[0]
+
+    def retake(self) -> bool:
+        """Take the snapshot again, if only numbers and the like have changed since.
+
+        That is faster than a new snapshot, which visits every object.
+
+        Returns:
+            Whether it was taken. If not, this snapshot is of no further use.
+        """
+        return self._guards_hold() and all(saved.retake() for saved in self._unguarded)
 
     def changed_object(self) -> str | None:
         """The name of an object that has changed, or ``None`` if none has.
 
         An object whose entries have changed is preferred to one that only gained keys.
         """
+        if self._guards_hold() and not any(saved.differs() for saved in self._unguarded):
+            return None
         differences = [
-            (entry.only_grew(), entry.difference())
-            for entry in self._saved_objects
-            if entry.differs()
+            (saved.only_grew(), saved.difference())
+            for saved in self._saved_objects
+            if saved.differs()
         ]
         return min(differences, key=operator.itemgetter(0))[1] if differences else None
 
     def only_grew(self) -> bool:
         """Whether the only changes are new keys in mappings."""
-        return all(entry.only_grew() for entry in self._saved_objects)
+        return all(saved.only_grew() for saved in self._saved_objects)
 
     def restore(self) -> None:
         """Restore everything but the contents of tensors."""
-        for entry in self._saved_objects:
-            if entry.differs():
-                entry.write(entry.was)
+        for saved in self._saved_objects:
+            if saved.differs():
+                saved.write(saved.was)
+
+    def _guards_hold(self) -> bool:
+        """Whether the objects that guards compare are the same: in most optimizers, nearly all."""
+        if not self._identities.unchanged():
+            return False
+        addresses, fits = self._layouts.read(self.tensors)
+        return set(fits) <= {1} and addresses == self._addresses
 
     def _add(self, value: Any, what: str) -> None:
         """Visit ``value`` later, unless it is immutable or is already to be visited."""
@@ -167,13 +209,16 @@ class PythonState:
             elif kind is not None:
                 if kind.read is not None and kind.write is not None:
                     read, write = (functools.partial(f, value) for f in (kind.read, kind.write))
-                    self._keep(what, read, write, grows=isinstance(value, dict))
+                    guarded = self._guards(value)
+                    has_parts = kind.parts is not _no_parts
+                    self._keep(what, read, write, isinstance(value, dict), has_parts, guarded)
                 for key, part in kind.parts(value):
                     self._add_named(part, what, key)
             attributes = _attributes(value)
             if attributes is not None:
                 read, write = (functools.partial(f, value) for f in (_attributes, _set_attributes))
-                self._keep(what, read, write, grows=True)
+                guarded = type(value) in _TENSORS and self._guards(vars(value))
+                self._keep(what, read, write, grows=True, guarded=guarded)
                 for name, part in attributes.items():
                     if not isinstance(part, _ATOMS):
                         self._add(part, f"{what}.{name}")
@@ -207,7 +252,8 @@ class PythonState:
         self.tensors.append(tensor)
         # An assignment to ``tensor.data`` keeps the object but replaces its memory.
         alias = tensor.detach()
-        self._keep(what, lambda: _layout(tensor), lambda _: setattr(tensor, "data", alias))
+        restore = functools.partial(setattr, tensor, "data")
+        self._keep(what, lambda: _layout(tensor), lambda _: restore(alias), guarded=True)
 
     def _find_spread(self, tensor: Any, what: str) -> None:
         """Add the local shard of a ``DTensor``: the wrapper around it has no memory of its own."""
@@ -215,11 +261,47 @@ class PythonState:
         self._keep(what, lambda: dtensor.local(tensor), part)
         self._add(dtensor.local(tensor), what)
 
+    def _guards(self, container: Any) -> bool:
+        """Whether a guard compares ``container``: a list or dict without numbers and the like.
+
+        Numbers may be other objects and equal, and may change from step to step.
+        """
+        if type(container) not in _GUARDED:
+            return False
+        is_list = type(container) is list
+        if any(isinstance(x, _ATOMS) for x in (container if is_list else container.values())):
+            return False
+        (self._lists if is_list else self._dicts).append(container)
+        return True
+
     def _keep(
-        self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
+        self,
+        what: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], Any],
+        grows: bool = False,
+        has_parts: bool = True,
+        guarded: bool = False,
     ) -> None:
         """Keep the present value of one object, and the functions that read and write it."""
-        self._saved_objects.append(_SavedObject(what, read, write, read(), grows))
+        saved = _SavedObject(what, read, write, read(), grows, has_parts)
+        self._saved_objects.append(saved)
+        if not guarded:
+            self._unguarded.append(saved)
+
+
+def _differ_in_plain_values(a: Any, b: Any) -> bool:
+    """Whether two containers differ in nothing but immutable values at the same places."""
+    if type(a) is not type(b) or not isinstance(a, (dict, list, tuple)) or len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        if not _same([*a], [*b]):
+            return False
+        a, b = a.values(), b.values()
+    return all(
+        _same(x, y) or (isinstance(x, _ATOMS) and isinstance(y, _ATOMS))
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -239,8 +321,8 @@ def _same(a: Any, b: Any) -> bool:
         return repr(a) == repr(b)  # 0.0 is not -0.0, and NaN is NaN
     if isinstance(a, (set, frozenset, *_PLAIN)):
         return bool(a == b)
-    if isinstance(a, _Bytes):
-        return a.data == b.data
+    if isinstance(a, _GeneratorState):
+        return a.numbers == b.numbers
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
@@ -322,17 +404,28 @@ def _fill(cell: types.CellType, was: tuple[Any, ...]) -> None:
 
 
 @dataclass
-class _Bytes:
-    """The state of a ``torch.Generator``, and its bytes, which are faster to compare."""
+class _GeneratorState:
+    """The state of a random generator, and the same as numbers that are fast to compare."""
 
-    state: Tensor
-    data: bytes
+    state: Any
+    numbers: Any
 
 
-def _generator_state(generator: torch.Generator) -> _Bytes:
-    """The state of ``generator``."""
+def _torch_state(generator: torch.Generator) -> _GeneratorState:
+    """The state of a generator of torch."""
     state = generator.get_state()
-    return _Bytes(state, ctypes.string_at(state.data_ptr(), state.numel()))
+    return _GeneratorState(state, ctypes.string_at(state.data_ptr(), state.numel()))
+
+
+def _python_state(generator: random.Random) -> _GeneratorState:
+    """The state of a generator of Python."""
+    state = generator.getstate()
+    return _GeneratorState(state, (state[1], repr(state[2])))
+
+
+def _no_parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of an object that has none."""
+    return ()
 
 
 class _Kind(NamedTuple):
@@ -340,13 +433,13 @@ class _Kind(NamedTuple):
 
     Attributes:
         types: the types.
-        parts: ``(key, part)`` for each object in one of them.
+        parts: returns ``(key, part)`` for each object in one of them.
         read: returns a copy of the contents, to compare; ``None`` if they cannot change.
         write: ``write(object, copy)`` restores the contents.
     """
 
     types: tuple[Any, ...]
-    parts: Callable[[Any], Iterable[tuple[Any, Any]]] = lambda value: ()
+    parts: Callable[[Any], Iterable[tuple[Any, Any]]] = _no_parts
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any, Any], Any] | None = None
 
@@ -357,8 +450,8 @@ _KINDS = (
     _Kind((set,), enumerate, set, _refill),
     _Kind((tuple, frozenset), enumerate),
     _Kind((bytearray,), read=bytes, write=_replace),
-    _Kind((random.Random,), read=random.Random.getstate, write=random.Random.setstate),
-    _Kind((torch.Generator,), read=_generator_state, write=lambda g, was: g.set_state(was.state)),
+    _Kind((random.Random,), read=_python_state, write=lambda g, was: g.setstate(was.state)),
+    _Kind((torch.Generator,), read=_torch_state, write=lambda g, was: g.set_state(was.state)),
     _Kind((types.MethodType,), lambda method: enumerate((method.__func__, method.__self__))),
     _Kind((types.FunctionType,), lambda function: enumerate(function.__closure__ or ())),
     _Kind((types.CellType,), lambda cell: enumerate(_contents(cell)), _contents, _fill),

@@ -64,7 +64,6 @@ __all__ = [
     "global_pre_hooks",
     "hooks_of",
     "is_flattened_by_fsdp1",
-    "is_operator",
     "is_profiled",
     "is_wrapped_by_scheduler",
     "mark_as_called",
@@ -225,18 +224,12 @@ documentation names for it by then."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Intercepts each operator; torch's documentation recommends it in spite of the underscore in its
-module's name. Transactions need it. Gone: ``skip_by="auto"`` has to read the flag, as
-``"host"``."""
+module's name. Gone: ``ampopt.profile`` and ``ampopt.testing`` do not see what a step computes."""
 
 
 schema_of = operator.attrgetter("_schema")
-"""The arguments and results of an operator, and which it writes. Gone, as for :func:`is_operator`:
-treat each as a higher-order operator, which says nothing."""
-
-
-def is_operator(func: Any) -> bool:
-    """Whether the dispatched ``func`` is one operator, with a schema that says what it writes."""
-    return isinstance(func, torch._ops.OpOverload)
+"""The arguments and results of an operator, and which it writes. Gone: ``ampopt.autocast`` takes
+every registered operator for one that writes."""
 
 
 def operator_name(func: Any) -> str:

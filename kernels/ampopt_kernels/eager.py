@@ -344,8 +344,8 @@ def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]])
         to: one tuple for each row of the work; written.
     """
     per_row = [x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in h]
-    for i, values in zip(members, zip(*per_row, strict=True), strict=True):
-        to[i] = values
+    for place, i in enumerate(members):
+        to[i] = tuple(values[place] for values in per_row)
 
 
 def _chunks(*tensors: Tensor):

@@ -42,7 +42,7 @@ def seen(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("skip_by", ["host", "auto", "transaction"])
 def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
-    """As on a GPU, ``"auto"`` tries a rollback first, and then reads the flag."""
+    """As on a GPU, ``"auto"`` undoes what compiled code has written."""
     monkeypatch.setattr("ampopt._step.step_rollback.backend_for", lambda device: Eager())
     theirs = parameters()
     reference = optim.AdamW8bit(theirs, lr=1e-2)
@@ -57,11 +57,8 @@ def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
         if not bad:
             set_gradients(theirs, seed)
             reference.step()  # so torch.compile works after a step of ours, too
-    assert optimizer._ampopt.skip_policy.mode == ("host" if skip_by == "auto" else skip_by)
-    if skip_by == "transaction":  # it runs uncompiled, and rounds otherwise
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    else:
-        assert seen(optimizer) == seen(reference)
+    assert optimizer._ampopt.skip_policy.mode == ("host" if skip_by == "host" else "transaction")
+    assert seen(optimizer) == seen(reference)
 
 
 @pytest.mark.parametrize("name", ["AdamW4bit", "AdamWFp8"])

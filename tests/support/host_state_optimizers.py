@@ -1,4 +1,4 @@
-"""Optimizers with state outside of tensors, or changed without torch's dispatcher."""
+"""Optimizers with state outside of tensors."""
 
 import random
 import types
@@ -21,7 +21,6 @@ __all__ = [
     "InState",
     "Iterating",
     "Noise",
-    "PastTheDispatcher",
     "Sparse",
     "seen",
 ]
@@ -145,14 +144,6 @@ class Resized(Author):
         p.sub_(g)
 
 
-class PastTheDispatcher(Author):
-    """Writes to memory past torch's dispatcher, as a custom kernel does."""
-
-    def one(self, p, g, state):
-        p.detach().numpy()[...] -= g.numpy()
-        self.average[p].add_(g)
-
-
 class Sparse(Author):
     def begin(self):
         self.held = torch.zeros(4).to_sparse()
@@ -196,8 +187,8 @@ class Sometimes(Foreach):
 
 
 HOST_TOO = (
-    InGroup, InState, Attribute, *HELD, Noise, Replaced, NewMemory, Resized, PastTheDispatcher,
-    Sparse, Wrapping, Iterating, Sometimes,
+    InGroup, InState, Attribute, *HELD, Noise, Replaced, NewMemory, Resized, Sparse, Wrapping,
+    Iterating, Sometimes,
 )  # fmt: skip
 
 

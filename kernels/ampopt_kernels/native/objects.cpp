@@ -19,12 +19,17 @@ static c10::TensorImpl* tensor_of(PyObject* object) {
     return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(object) + CDATA);
 }
 
-// Whether a dict has n entries: pairs of a key and a value, by identity. It may have others.
-static bool has_entries(PyObject* dict, PyObject* const* entries, int64_t n) {
+// Whether a dict has n entries: pairs of a key and a value, by identity. Unless it is exact, it may
+// have others, and have them in another order.
+static bool has_entries(PyObject* dict, PyObject* const* entries, int64_t n, bool exact) {
+    if (exact && PyDict_GET_SIZE(dict) != n) return false;
     PyObject *key, *value;
     Py_ssize_t at = 0;
     for (; n > 0 && PyDict_Next(dict, &at, &key, &value);) {
-        if (key != entries[0]) continue;  // an entry of a user's own
+        if (key != entries[0]) {
+            if (exact) return false;
+            continue;  // an entry of a user's own
+        }
         if (value != entries[1]) return false;
         entries += 2;
         --n;
@@ -40,7 +45,7 @@ static bool has_entries(PyObject* dict, PyObject* const* entries, int64_t n) {
 // Whether lists have the same elements, and dicts the same entries, as before: by identity.
 // ``members`` has the elements of each list, and key and value of each entry of the dicts, of one
 // container after another; ``sizes`` how many elements or entries there are, or the complement of
-// that for a dict that may have no others. Writes to the bytearray ``changed`` 1 for each container
+// that for a dict that may have no others, nor the same ones in another order. Writes to the bytearray ``changed`` 1 for each container
 // that differs; if it is None, stops at the first.
 extern "C" int hold(
     PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* changed
@@ -57,8 +62,7 @@ extern "C" int hold(
             member += sizes[i];
         } else {
             const int64_t n = sizes[i] < 0 ? ~sizes[i] : sizes[i];
-            same = (sizes[i] >= 0 || PyDict_GET_SIZE(container) == n) &&
-                   has_entries(container, member, n);
+            same = has_entries(container, member, n, sizes[i] < 0);
             member += 2 * n;
         }
         if (!same && changed == Py_None) return 0;

@@ -188,7 +188,7 @@ class IdentityGuard:
         Args:
             lists: the lists.
             dicts: dicts, each with the keys of the entries to compare, which it has; ``None`` for
-                all entries, so that none may be added.
+                all entries, so that none may be added, nor their order change.
         """
         self._containers: list[Any] = [*lists, *(container for container, _ in dicts)]
         self._n_lists = len(lists)
@@ -225,16 +225,13 @@ class IdentityGuard:
         """Yield the containers that have other members now."""
         at = 0
         for index, (container, n) in enumerate(zip(self._containers, self._sizes, strict=True)):
-            if index < self._n_lists:
-                now, end = container, at + n
-                before = self._members[at:end]
-            else:
-                is_exact, n = n < 0, max(n, ~n)
-                end = at + 2 * n
-                now = list(map(container.get, self._members[at:end:2]))
-                before = self._members[at + 1 : end : 2]
-                n = -1 if is_exact and len(container) != n else n
-            if len(now) != n or not all(map(operator.is_, now, before)):
+            end = at + (n if index < self._n_lists else 2 * max(n, ~n))
+            before, now = self._members[at:end], container
+            if index >= self._n_lists and n < 0:
+                now = list(chain.from_iterable(container.items()))
+            elif index >= self._n_lists:
+                before, now = before[1::2], list(map(container.get, before[::2]))
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 yield container
             at = end
 

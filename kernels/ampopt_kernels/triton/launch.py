@@ -45,9 +45,12 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
     torch.uint8: tl.uint8,
 }
-"""Triton's name of each dtype that a gradient, parameter or state, or its codes, may have."""
+"""Triton's name of each dtype that a row may have, of values, codes or bytes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """Which hand-written steps are rolled back on the device, and which the host skips."""
 
+import random
 import unittest
 from typing import Any
 
@@ -12,7 +13,6 @@ from support.host_state_optimizers import (
     InState,
     Iterating,
     Noise,
-    PastTheDispatcher,
     Sparse,
     seen,
 )
@@ -71,7 +71,6 @@ def test_a_step_that_changes_python_state_is_skipped_by_the_host(cls):
         (InState, "changes InState.state[...]['step']"),
         (Attribute, "changes Attribute['taken']"),
         (Noise, "changes torch's random state"),
-        (PastTheDispatcher, "writes tensors without torch's dispatcher"),
         (Sparse, "has state that cannot be inspected: Sparse.held, a Tensor of torch.sparse_coo"),
         (Iterating, "has state that cannot be inspected: Iterating.held, a list_iterator"),
     ],
@@ -109,14 +108,35 @@ def test_on_the_cpu_the_host_reads_the_flag(monkeypatch):
     assert (skip_policy.mode, skip_policy.reason) == ("host", None)
 
 
-def test_parameters_that_get_gradients_later_put_the_step_on_probation_again():
+def test_the_host_reads_the_flag_of_a_step_that_makes_state():
     optimizer, params = made(Foreach)
-    modes = []
+    have_read_flag = []
     for step in [(1.0, None)] * 3 + [(1.0, 1.0)] * 3:
         set_gradients(params, step)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-        modes.append(optimizer._ampopt.skip_policy.mode)
-    assert modes == ["probation", *["transaction"] * 2, "probation", *["transaction"] * 2]
+        have_read_flag.append(optimizer._ampopt.skip_policy.has_read_flag)
+    assert have_read_flag == [True, False, False] * 2
+
+
+def test_first_steps_that_overflow_do_not_count_as_growth():
+    optimizer, params = made(Foreach)
+    for x in [INF] * 40 + [1.0] * 2:
+        set_gradients(params, (x, x))
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert optimizer._ampopt.skip_policy.mode == "transaction"
+
+
+def test_a_number_that_changes_between_steps_is_no_change_of_the_step():
+    optimizer, params = made(Foreach)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for x in (1.0, 1.0, 1.0, INF):
+        set_gradients(params, (x, x))
+        assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped is (x == INF)
+        scheduler.step()
+        random.random()
+    policy = optimizer._ampopt.skip_policy
+    assert (policy.mode, policy.has_read_flag) == ("transaction", False)
+    assert optimizer.param_groups[0]["lr"] == 0.125 * 0.5**4
 
 
 def test_state_that_grows_at_every_step_is_skipped_by_the_host():
@@ -128,7 +148,7 @@ def test_state_that_grows_at_every_step_is_skipped_by_the_host():
             super().update(params)
             self.log[len(self.log)] = 0.5
 
-    assert after_steps(Logging, 3).mode == "probation"
+    assert after_steps(Logging, 3).mode == "transaction"
     assert after_steps(Logging, 40).mode == "host"
 
 
@@ -200,7 +220,7 @@ def test_optimizers_with_torchs_step_never_read_the_flag(cls, first, device):
     assert bits(params) == bits(clean_params)
 
 
-def test_a_subclass_that_overrides_step_is_examined_again():
+def test_a_subclass_that_overrides_step_is_examined():
     class Counting(ampopt.Muon):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)
@@ -209,11 +229,11 @@ def test_a_subclass_that_overrides_step_is_examined_again():
     class Renamed(ampopt.Muon):
         pass
 
-    for cls, mode in ((Counting, "probation"), (Renamed, "transaction")):
+    for cls, read_flag in ((Counting, True), (Renamed, False)):
         optimizer, params = matrices(cls)
-        assert optimizer._ampopt.skip_policy.mode == mode
         give(params, INF, False)
         assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+        assert optimizer._ampopt.skip_policy.has_read_flag is read_flag
         assert "taken" not in vars(optimizer)
 
 

@@ -1,6 +1,7 @@
 """The snapshot of an optimizer's Python state detects and restores every change."""
 
 import contextlib
+import random
 import types
 from collections import deque
 from collections.abc import Callable
@@ -107,6 +108,46 @@ def test_any_change_to_the_host_state_is_noticed_and_restored(value, data):
     assert exactly(optimizer.held) == exactly([value])
     assert exactly(value) == before
     assert host.changed_object() is None
+
+
+@given(st.recursive(leaves, containers, max_leaves=8), st.data())
+def test_a_snapshot_that_is_taken_again_is_as_good_as_a_new_one(value, data):
+    optimizer, _ = made(Foreach)
+    optimizer.held = [value]
+    host = PythonState(optimizer)
+    assert host.retake()
+    data.draw(st.sampled_from(changes(optimizer.held)))()
+    if not host.retake():
+        return
+    before = exactly(optimizer.held)
+    assert host.changed_object() is None
+    data.draw(st.sampled_from(changes(optimizer.held)))()
+    assert host.changed_object() is not None
+    host.restore()
+    assert exactly(optimizer.held) == before
+
+
+def test_numbers_and_random_states_can_be_taken_again_and_other_objects_not():
+    optimizer, params = made(Foreach)
+    optimizer.held, optimizer.generator = {"numbers": [1, 2.0]}, torch.Generator()
+    host = PythonState(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.held["numbers"][0] = "one"
+    torch.rand(2, generator=optimizer.generator)
+    random.random(), np.random.rand(), torch.rand(2)
+    assert host.changed_object() is not None
+    assert host.retake() and host.changed_object() is None
+    optimizer.held["numbers"][0] = []
+    assert not host.retake()
+
+
+def test_new_memory_of_the_same_layout_is_a_change():
+    optimizer, params = made(Foreach)
+    host, old = PythonState(optimizer), params[0].data_ptr()
+    params[0].data = params[0].detach().clone()
+    assert host.changed_object() is not None and not host.retake()
+    host.restore()
+    assert params[0].data_ptr() == old and host.changed_object() is None
 
 
 @pytest.mark.parametrize("holder", [dict, types.SimpleNamespace])

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.host_state_optimizers import HOST_TOO, Iterating, PastTheDispatcher, Sparse, seen
+from support.host_state_optimizers import HOST_TOO, Iterating, Sparse, seen
 from support.strategies import fewer
 from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, set_gradients
 from support.training_loops import INF
 
 import ampopt
-from ampopt._step.step_rollback import CopyOnWriteMode
 from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
@@ -47,7 +46,7 @@ def attempt(optimizer: ampopt.Optimizer, split: bool) -> bool:
 
 
 # Authors of the others must not ask for it.
-ASKED = [cls for cls in HOST_TOO if cls not in (PastTheDispatcher, Sparse, Iterating)]
+ASKED = [cls for cls in HOST_TOO if cls not in (Sparse, Iterating)]
 
 
 @pytest.mark.parametrize(
@@ -180,31 +179,6 @@ def test_a_step_set_on_the_instance_is_run_and_rolled_back():
     assert optimizer._ampopt.skip_policy.mode == "transaction"
 
 
-# --- the parts -----------------------------------------------------------------------------------
-
-
-def test_a_step_that_writes_cpu_tensors_is_skipped_by_the_host():
-    """A rollback by a flag on a device copies to the CPU, and nothing would wait for the copy."""
-    count = torch.zeros(())
-    writes = CopyOnWriteMode([count])
-    assert not writes.on_host(torch.ones((), dtype=torch.bool, device="meta"))
-    with writes:
-        count += 1
-    assert writes.on_host(torch.ones((), dtype=torch.bool, device="meta"))
-    assert not writes.on_host(torch.ones((), dtype=torch.bool))
-
-
-def test_tensors_on_several_devices_are_restored_on_each():
-    here, elsewhere = torch.ones(3), torch.ones(3, device="meta")  # which has no values
-    writes = CopyOnWriteMode([here, elsewhere])
-    with writes:
-        here.add_(1)
-        elsewhere.add_(1)
-    assert writes.saw(elsewhere)
-    writes.undo_where(torch.tensor(True))
-    assert here.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
 def test_a_sum_of_flags_skips(skip_by, flag):
@@ -217,28 +191,3 @@ def test_a_sum_of_flags_skips(skip_by, flag):
         optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
         optimizer.step()
         assert (seen(optimizer) == before) is (found_inf > 0)
-
-
-@given(st.lists(st.integers(0, 255), max_size=9), st.integers(0, 4), st.booleans())
-def test_every_byte_of_a_storage_is_restored(numbers, start, skip):
-    storage = torch.tensor([0] * start + numbers, dtype=torch.uint8)
-    tensor = storage[start:]
-    writes = CopyOnWriteMode([tensor])
-    before = bits(storage)
-    with writes:
-        storage.add_(1)
-    changed = bits(storage)
-    assert writes.saw(tensor)
-    writes.undo_where(torch.tensor(skip))
-    assert bits(storage) == (before if skip else changed)
-    writes.undo()
-    assert bits(storage) == before
-
-
-def test_an_operator_without_a_schema_may_write_every_argument():
-    tensor, other = torch.ones(2), torch.ones(2)
-    writes = CopyOnWriteMode([tensor])
-    assert not writes.saw(tensor)
-    with writes:
-        torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (other,))
-    assert writes.saw(tensor)

@@ -176,15 +176,9 @@ class Compiled(Momentum):
         torch.compile(update, fullgraph=True, backend=past_the_dispatcher)(p.detach(), momentum)
 
 
-@pytest.mark.parametrize(
-    ("skip_by", "mode", "reason"),
-    [
-        ("auto", "host", "writes tensors without torch's dispatcher"),
-        ("transaction", "transaction", None),
-    ],
-)
-def test_a_compiled_step(skip_by, mode, reason):
-    """Compiled code runs if the host reads the flag first, but not in a step that may be undone."""
+@pytest.mark.parametrize("skip_by", ["auto", "transaction", "host"])
+def test_a_compiled_step(skip_by):
+    """Compiled code bypasses the dispatcher, and what it writes is undone nevertheless."""
     torch._dynamo.reset()
     runs.clear()
     optimizer, param = made(Compiled, skip_by)
@@ -195,8 +189,5 @@ def test_a_compiled_step(skip_by, mode, reason):
         assert skipped is (number == INF) and (seen(optimizer, param) == before) is skipped
         stepped(plain, other, number)
         assert seen(optimizer, param) == seen(plain, other)
-    policy = optimizer._ampopt.skip_policy
-    assert (policy.mode, policy.reason) == (mode, reason)
-    assert len(runs) == (4 if mode == "host" else 0)
-    torch.compile(update, fullgraph=True, backend=past_the_dispatcher)(torch.ones(8), other)
-    assert len(runs) == (5 if mode == "host" else 1)  # compiling works as before
+    assert optimizer._ampopt.skip_policy.reason is None
+    assert len(runs) == (4 if skip_by == "host" else 6)

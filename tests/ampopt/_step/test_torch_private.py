@@ -128,7 +128,6 @@ def test_an_operator_says_what_it_writes():
 
     class Seen(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert torch_private.is_operator(func)
             written.extend(torch_private.written_by(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
