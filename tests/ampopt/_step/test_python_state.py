@@ -134,7 +134,7 @@ def test_numbers_and_random_states_can_be_taken_again_and_other_objects_not():
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.held["numbers"][0] = "one"
     torch.rand(2, generator=optimizer.generator)
-    random.random(), np.random.rand(), torch.rand(2)
+    _ = random.random(), np.random.rand(), torch.rand(2)
     assert host.changed_object() is not None
     assert host.retake() and host.changed_object() is None
     optimizer.held["numbers"][0] = []
