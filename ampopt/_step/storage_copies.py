@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt._step.torch_private import storage_key
 from ampopt.backend import backend_for
-from ampopt_kernels.devices import to_device
+from ampopt_kernels.devices import captures, to_device
 from ampopt_kernels.language import jit
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_data import Decision
@@ -52,7 +52,7 @@ class StorageCopies:
             torch._foreach_copy_(copies, _wholes(work))  # pyright: ignore[reportPrivateImportUsage]
             work.refresh(copies, ((),))
             backend = backend_for(work.device)
-            if not backend.host_sees:
+            if not (backend.host_sees or captures(work.device)):
                 backend.prepare(work, decides=False)
 
     def drop(self) -> None:
@@ -81,6 +81,11 @@ class StorageCopies:
         for work in self._works:
             device = work.device
             if device.type == "cpu" != skip.device.type:
+                continue
+            if captures(device):  # the table of an update would have to be sent
+                flag = to_device(skip, device)
+                for whole, copy in zip(_wholes(work), work.grads, strict=True):
+                    torch.where(flag, copy, whole, out=whole)
                 continue
             if device not in keeps:
                 keep = to_device(~skip, device, widest(device))

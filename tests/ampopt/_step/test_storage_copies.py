@@ -10,6 +10,14 @@ from ampopt._step.storage_copies import StorageCopies
 from ampopt.testing.bits import bits
 
 
+@pytest.fixture(params=[False, True], ids=["", "captured"])
+def captured(request, monkeypatch):
+    """Whether the steps are captured into a CUDA graph, in which nothing can be sent."""
+    if request.param:
+        monkeypatch.setattr("ampopt._step.storage_copies.captures", lambda device: True)
+
+
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize(
     "backend", ["eager on a device", "triton", "compiled", ON_A_GPU], indirect=True
 )
