@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -102,11 +102,13 @@ class _SavedObject:
     def retake(self) -> bool:
         """Save the present value, unless it has other mutable objects in it. Returns whether."""
         now = self.read()
-        if not _same(self.was, now):
-            if self.has_parts and not _differ_in_plain_values(self.was, now):
-                return False
+        if isinstance(now, (dict, list, tuple)) and self.has_parts:
+            fits = _has_same_objects(self.was, now)
+        else:
+            fits = not self.has_parts or _same(self.was, now)
+        if fits:
             self.was = now
-        return True
+        return fits
 
     def only_grew(self) -> bool:
         """Whether nothing has changed except that a mapping has new keys, which are allowed."""
@@ -141,7 +143,9 @@ class PythonState:
         self._queue: list[tuple[Any, str]] = []
         self._add(optimizer, type(optimizer).__name__)
         self._find()
-        for name, generator in _generators(t.device for t in self.tensors):
+        self._devices = {tensor.device for tensor in self.tensors}
+        self._generators = _generators(self._devices)
+        for generator, name in self._generators.items():
             self._add(generator, name)
         self._find()
         self._objects = {}
@@ -157,7 +161,11 @@ class PythonState:
         Returns:
             Whether it was taken. If not, this snapshot is of no further use.
         """
-        return self._guards_hold() and all(saved.retake() for saved in self._unguarded)
+        return (
+            self._guards_hold()
+            and _generators(self._devices) == self._generators
+            and all(saved.retake() for saved in self._unguarded)
+        )
 
     def changed_object(self) -> str | None:
         """The name of an object that has changed, or ``None`` if none has.
@@ -290,18 +298,22 @@ class PythonState:
             self._unguarded.append(saved)
 
 
-def _differ_in_plain_values(a: Any, b: Any) -> bool:
-    """Whether two containers differ in nothing but immutable values at the same places."""
-    if type(a) is not type(b) or not isinstance(a, (dict, list, tuple)) or len(a) != len(b):
+def _has_same_objects(was: Any, now: Any) -> bool:
+    """Whether two containers have the same mutable objects at the same places."""
+    if type(was) is not type(now) or len(was) != len(now):
         return False
-    if isinstance(a, dict):
-        if not _same([*a], [*b]):
+    if isinstance(was, dict):
+        if not _same([*was], [*now]):
             return False
-        a, b = a.values(), b.values()
-    return all(
-        _same(x, y) or (isinstance(x, _ATOMS) and isinstance(y, _ATOMS))
-        for x, y in zip(a, b, strict=True)
-    )
+        was, now = was.values(), now.values()
+    return all(a is b or (_is_plain(a) and _is_plain(b)) for a, b in zip(was, now, strict=True))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is immutable, as is a tuple of numbers such as ``betas``."""
+    if type(value) is tuple:
+        return all(isinstance(part, _ATOMS) for part in value)
+    return isinstance(value, _ATOMS)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -490,14 +502,17 @@ def _kind_of(cls: type) -> _Kind | None:
 # --- random generators ---------------------------------------------------------------------------
 
 
-def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:
+def _generators(devices: Iterable[torch.device]) -> dict[Any, str]:
     """The global random generators that a step on ``devices`` may draw from, with their names."""
-    yield "Python's random state", random._inst  # type: ignore[attr-defined]
-    yield "torch's random state", torch.default_generator
+    found = {
+        random._inst: "Python's random state",  # type: ignore[attr-defined]
+        torch.default_generator: "torch's random state",
+    }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield "NumPy's random state", numpy.random.mtrand._rand
+        found[numpy.random.mtrand._rand] = "NumPy's random state"
     for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
         generators = getattr(torch.get_device_module(device), "default_generators", ())
         if generators and not captures(device):  # during capture a CUDA graph owns the generator
-            yield f"the random state of {device}", generators[device.index]
+            found[generators[device.index]] = f"the random state of {device}"
+    return found

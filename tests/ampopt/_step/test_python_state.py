@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable
@@ -137,7 +138,33 @@ def test_numbers_and_random_states_can_be_taken_again_and_other_objects_not():
     _ = random.random(), np.random.rand(), torch.rand(2)
     assert host.changed_object() is not None
     assert host.retake() and host.changed_object() is None
+    optimizer.param_groups[0]["betas"] = (0.5, 0.25)
+    assert not host.retake()  # it has an entry more
+    host = PythonState(optimizer)
+    optimizer.param_groups[0]["betas"] = (0.25, 0.5)
+    assert host.retake()
     optimizer.held["numbers"][0] = []
+    assert not host.retake()
+
+
+def test_an_equal_container_in_its_place_is_another():
+    optimizer, _ = made(Foreach)
+    optimizer.held = {"n": 1}
+    host = PythonState(optimizer)
+    optimizer.held = {"n": 1}
+    assert not host.retake()
+    host = PythonState(optimizer)
+    optimizer.held["n"] = 2
+    host.restore()
+    assert optimizer.held == {"n": 1}
+
+
+def test_a_generator_that_appears_later_is_found(monkeypatch):
+    optimizer, _ = made(Foreach)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "numpy")
+        host = PythonState(optimizer)
+        assert host.retake()
     assert not host.retake()
 
 
