@@ -17,7 +17,7 @@ from ampopt._step.loading import check_loaded, convert_loaded
 from ampopt._step.param_checks import check_rule
 from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt._step.small_states import restore_names, with_saved_names
+from ampopt._step.small_states import with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import INIT_GROUP, uncompiled
@@ -29,7 +29,6 @@ from ampopt.options import (
     MASTER_BITS,
     MASTER_WEIGHTS,
     check_options,
-    needs_master,
     show_in_signature,
 )
 from ampopt.results import Unscaled
@@ -299,11 +298,6 @@ class ElementwiseOptimizer(Optimizer):
             for name in GROUP_OPTIONS:
                 group.pop(name, None)
             group.update(options)
-            for param in group["params"]:
-                if param in self.state:
-                    restore_names(self.state[param], self.rule.state)
-                    if not needs_master(group, param):
-                        self.state[param].pop(MASTER, None)
         convert_loaded(self)
 
     def state_dict(self) -> dict[str, Any]:

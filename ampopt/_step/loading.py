@@ -6,18 +6,21 @@ import itertools
 import numbers
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
+from ampopt._step.hyperparameters import Variants
 from ampopt._step.param_rows import random_key_of
-from ampopt._step.rule_state import convert, widen_scalars
-from ampopt._step.small_states import CODES, RANDOM_KEY, codes_key, scale_key
+from ampopt._step.rule_state import convert, is_complete, widen_scalars
+from ampopt._step.small_states import CODES, RANDOM_KEY, codes_key, restore_names, scale_key
 from ampopt._step.tensor_subclasses import copy_of, inner_names
 from ampopt._step.torch_private import pytree
+from ampopt.options import needs_master
 from ampopt_kernels import rules
 from ampopt_kernels.codecs import SIGNED
 from ampopt_kernels.rule import MASTER, Rule
@@ -49,10 +52,11 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             "a whole checkpoint, pass its entry of the optimizer"
         )
     _check_of_this_optimizer(optimizer, state_dict)
+    names = _SavedNames.of(optimizer.rule)
     for key, state in state_dict["state"].items():
-        _check_codes_are_there(optimizer.rule, key, state)
         if isinstance(state, Mapping):
-            _check_entries(optimizer, key, state)
+            _check_codes_are_there(names, key, state)
+            _check_entries(optimizer, names, key, state)
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:
         return
@@ -68,19 +72,27 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 
 def convert_loaded(optimizer: Any) -> None:
-    """Convert loaded states as a step would. States that a step refuses stay as they are."""
-    rule, checks, states = optimizer.rule, optimizer._ampopt.runner.checks, []
-    places = itertools.count()
-    for index, group in enumerate(optimizer.param_groups):
+    """Convert loaded states as a step would. States that a step refuses stay as they are.
+
+    The param groups have the options of the optimizer again, so that it decides about masters.
+    """
+    rule, groups, states = optimizer.rule, optimizer.param_groups, []
+    variants, places = Variants(rule), itertools.count()
+    for index, group in enumerate(groups):
         for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
             if not (state := optimizer.state.get(param)):
                 continue
+            restore_names(state, rule.state)
+            if not needs_master(group, param):
+                state.pop(MASTER, None)
             with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
-                checks.check_states(rule, index, [position])
-                declared = DeclaredStates.of(rule, group, param)
-                convert(declared, state)
-                if any(declared.codecs):
-                    random_key_of(optimizer, param, place)
+                (variant,) = variants.add(groups, [(index, param)])
+                if not is_complete(param, state, variant):
+                    optimizer._ampopt.runner.checks.check_states(rule, index, [position])
+                    declared = DeclaredStates.of(rule, group, param)
+                    convert(declared, state)
+                    if any(declared.codecs):
+                        random_key_of(optimizer, param, place)
                 states.append(state)
     widen_scalars(rule, states)
 
@@ -107,19 +119,20 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
     groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
     parts = (*rule.state, *rule.scalar_state)
     always = [part.name for part in parts if part.when is None]
+    counts = any(part.name == "step" for part in rule.scalar_state)
+    kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
     for key, state in state_dict["state"].items():
         if key not in groups or not isinstance(state, Mapping):  # users keep entries of their own
             continue
-        lacks = any(name not in state and codes_key(name) not in state for name in always)
-        others = sorted(others_keep & state.keys())
-        if others and (lacks or others_read & groups[key].keys()):
-            raise ValueError(
-                f"the state to be loaded has {others[0]!r} for parameter {key}, a state of another "
-                f"optimizer; {name} has {[part.name for part in rule.state]}. {wrong}"
-            )
-        counts = any(part.name == "step" for part in rule.scalar_state)
-        kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
-        if counts and "step" not in state and kept & state.keys():
+        if not others_keep.isdisjoint(state):
+            lacks = any(name not in state and codes_key(name) not in state for name in always)
+            other = min(others_keep & state.keys())
+            if lacks or others_read & groups[key].keys():
+                raise ValueError(
+                    f"the state to be loaded has {other!r} for parameter {key}, a state of another "
+                    f"optimizer; {name} has {[part.name for part in rule.state]}. {wrong}"
+                )
+        if counts and "step" not in state and not kept.isdisjoint(state):
             raise ValueError(
                 f"the state to be loaded has no 'step', the count of steps, for parameter {key}. "
                 f"It has {sorted(state)}. {wrong}"
@@ -135,28 +148,52 @@ def _names_of_others(rule: Rule) -> tuple[set[str], set[str]]:
     return read - {*rule.hyper, *rule.flags}, states - own_states
 
 
-def _check_entries(optimizer: Any, key: Any, state: Mapping[str, Any]) -> None:
+class _SavedNames(NamedTuple):
+    """The names that the states of a rule may have in a state dict.
+
+    Attributes:
+        tensors: for the master, and each state that is a tensor: its name in memory, and the names
+            of its codes and scales.
+        codes: the dtypes that codes may have, by their names.
+        scalars: the names of the states that may be numbers.
+        every: all of these names.
+    """
+
+    tensors: list[tuple[str, str, str]]
+    codes: dict[str, tuple[torch.dtype, ...]]
+    scalars: set[str]
+    every: set[str]
+
+    @classmethod
+    def of(cls, rule: Rule) -> "_SavedNames":
+        """The names of the states of ``rule``."""
+        names = [MASTER, *(part.name for part in rule.state)]
+        tensors = [(name, codes_key(name), scale_key(name)) for name in names]
+        codes = {codes_key(MASTER): CODES}
+        codes |= {codes_key(p.name): (*CODES, (p.codec or SIGNED).dtype) for p in rule.state}
+        scalars = {RANDOM_KEY, *(part.name for part in rule.scalar_state)}
+        scales = {scale for name, _, scale in tensors if name != MASTER}
+        return cls(tensors, codes, scalars, {*names, *codes, *scales, *scalars})
+
+
+def _check_entries(optimizer: Any, names: _SavedNames, key: Any, state: Mapping[str, Any]) -> None:
     """Raise for an entry of ``state`` of parameter ``key`` that is of the wrong kind.
 
     Raises:
         TypeError: it is neither a tensor nor a number, or has codes that were cast.
         ValueError: it is a count that no step makes, or has no values.
     """
-    rule = optimizer.rule
-    coded = {codes_key(MASTER): CODES}
-    coded |= {codes_key(part.name): (*CODES, (part.codec or SIGNED).dtype) for part in rule.state}
-    scales = {scale_key(part.name) for part in rule.state}
-    scalars = {RANDOM_KEY, *(part.name for part in rule.scalar_state)}
-    names = {MASTER, *(part.name for part in rule.state), *coded, *scales, *scalars}
-    for name in names.intersection(state):
+    for name in names.every.intersection(state):
         value, wrong = state[name], None
-        if not isinstance(value, Tensor | numbers.Real | None) or (value is None and name in coded):
-            wrong = TypeError, "must be a tensor" + " or a number" * (name in scalars)
+        is_coded, is_tensor = name in names.codes, isinstance(value, Tensor)
+        is_number = not is_tensor and isinstance(value, numbers.Real | None)
+        if not (is_tensor or is_number) or (value is None and is_coded):
+            wrong = TypeError, "must be a tensor" + " or a number" * (name in names.scalars)
         elif isinstance(value, Tensor) and value.is_meta and not _is_on_meta(optimizer):
             wrong = ValueError, "has no values: load it onto a device"
         elif name in ("step", RANDOM_KEY) and not _is_count(value):
             wrong = ValueError, "must be a whole number, 0 or more"
-        elif name in coded and getattr(value, "dtype", None) not in coded[name]:
+        elif is_coded and getattr(value, "dtype", None) not in names.codes[name]:
             wrong = TypeError, "are codes: do not cast them, keep the dtype that was saved"
         if wrong is not None:
             error, what = wrong
@@ -181,22 +218,24 @@ def _is_count(value: Any) -> bool:
     return value is None or (value >= 0 and value % 1 == 0)
 
 
-def _check_codes_are_there(rule: Rule, key: Any, state: Any) -> None:
+def _check_codes_are_there(names: _SavedNames, key: Any, state: Mapping[str, Any]) -> None:
     """Raise if the codes of 8-bit states were lost on the way from a checkpoint.
 
     Some loaders look for the names that states have in memory, and take what they do not find to be
     an empty dict (torch's, of flattened state dicts), or leave it out (torchtitan's).
     """
-    for name in (MASTER, *(part.name for part in rule.state)):
-        if not isinstance(state, Mapping) or codes_key(name) in state:
-            continue
-        value = state.get(name, {} if scale_key(name) in state else None)
-        if isinstance(value, Mapping) and not value:
+    for name, codes, scale in names.tensors:
+        value = None if codes in state else state.get(name, {} if scale in state else None)
+        if not isinstance(value, Tensor) and isinstance(value, Mapping) and not value:
             raise ValueError(
-                f"the state to be loaded has no {codes_key(name)!r} of parameter {key}: the loader "
+                f"the state to be loaded has no {codes!r} of parameter {key}: the loader "
                 f"looked for {name!r}, as it is called in memory. Nothing was loaded: pass the "
                 "loader {key.removesuffix('_codes'): value for key, value in state_dict.items()}"
             )
+
+
+_Copies = list[tuple[Tensor, Tensor]]
+"""New tensors, and those whose values they get."""
 
 
 @contextlib.contextmanager
@@ -217,9 +256,13 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         (saved_dict,) = state_dicts
         keys = gradients.params_of(saved_dict["param_groups"])
         params = gradients.params_of(optimizer.param_groups)
+        states, copies = saved_dict["state"], []
         for key, param in zip(keys, params, strict=True):
-            if key in saved_dict["state"]:
-                optimizer.state[param] = _uncast(optimizer.state[param], saved_dict["state"][key])
+            if key in states:
+                optimizer.state[param] = _uncast(optimizer.state[param], states[key], copies)
+        if copies:  # one launch, where hundreds of clones were as many
+            new, old = map(list, zip(*copies, strict=True))
+            torch._foreach_copy_(new, old)  # pyright: ignore[reportPrivateImportUsage]
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -232,21 +275,27 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def _uncast(value: Any, saved_value: Any) -> Any:
+def _uncast(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
+    if isinstance(value, Tensor) or isinstance(saved_value, Tensor):
+        return _uncast_copy(value, saved_value, copies)
     if isinstance(value, dict) and isinstance(saved_value, dict):
-        for key in value.keys() & saved_value.keys():
-            value[key] = _uncast(value[key], saved_value[key])
+        for key, saved in saved_value.items():
+            if key in value:
+                value[key] = _uncast(value[key], saved, copies)
         return value
     if pytree.tree_structure(value) != pytree.tree_structure(saved_value):
         return value
-    return pytree.tree_map(_uncast_copy, value, saved_value)
+    return pytree.tree_map(partial(_uncast_copy, copies=copies), value, saved_value)
 
 
-def _uncast_copy(value: Any, saved_value: Any) -> Any:
+def _uncast_copy(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
     if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
         return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
+    if value is saved_value and type(value) is Tensor and value.layout is torch.strided:
+        copies.append((torch.empty_like(value), value))
+        return copies[-1][0]
     if inner_names(saved_value):  # its `to` may change the dtype alone, and share its inner tensors
         return copy_of(saved_value.to(value.device))
     if value.dtype != saved_value.dtype:
