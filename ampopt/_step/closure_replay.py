@@ -75,10 +75,12 @@ class Replay:
         self.scale = self.next_scale = scale
         self.overflowed, self.found_inf = False, None
         self._max_replays = max_replays
-        self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders, self._discard = offenders, discard
         self._meet, self._evaluations = meet, 0
-        self._rng_before = self._rng_state() if preserve_rng else None
+        self._devices, self._rng_before = [], None
+        if preserve_rng:
+            self._devices = [d for d in dict.fromkeys(devices) if d.type in ACCELERATORS]
+            self._rng_before = self._rng_state()
 
     def __call__(self) -> Any:
         """Evaluate until finite; return the loss.
@@ -170,8 +172,8 @@ class Replay:
 
 
 def _finite(loss: Any) -> bool:
-    """Whether ``loss`` is finite. Synchronizes."""
-    return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
+    """Whether ``loss``, of one element, is finite. Synchronizes."""
+    return bool(loss.isfinite()) if isinstance(loss, Tensor) else math.isfinite(loss)
 
 
 def _as_number(loss: Any) -> float:

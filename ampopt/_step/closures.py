@@ -205,7 +205,7 @@ def _step_with_replays(
         rounded(first_scale),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
-        devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
+        devices=(param.device for param in gradients.params_of(groups)),
         offenders=offenders,
         discard=ours.observers.discard,
         meet=None

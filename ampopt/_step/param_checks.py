@@ -67,10 +67,11 @@ class Checks(RefersToOptimizer):
         optimizer = self.optimizer
         if optimizer.defaults.get("differentiable"):
             return True
-        for index, param in gradients.present(optimizer.param_groups):
-            assert param.grad is not None
-            if param.grad.layout != torch.strided:
-                group, how = optimizer.param_groups[index], ""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None or param.grad.layout == torch.strided:
+                    continue
+                how = ""
                 # Not MASTER_BITS, which says nothing of a group without master weights.
                 options = MASTER_WEIGHTS, PARAM_ROUNDING, STATE_BITS
                 if option := next((o for o in options if o.is_set(group)), None):
