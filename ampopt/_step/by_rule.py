@@ -17,6 +17,7 @@ from ampopt._step.overflow import device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
 from ampopt._step.sharding import dtensor
+from ampopt._step.stale_memory import drop_in_collections
 from ampopt._step.step_hooks import is_watched
 from ampopt._step.step_rollback import SkipPolicy
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -86,6 +87,7 @@ class RuleRunner(RefersToOptimizer):
         self.reasons: Counter[str] = Counter()
         self.decision: Decision | None = None
         self.checks = Checks(optimizer)
+        drop_in_collections(self)
 
     @property
     def rule(self) -> Rule:
@@ -115,6 +117,12 @@ class RuleRunner(RefersToOptimizer):
         if on_masters:
             self.masters.drop_gradients()
         return self.decision
+
+    def drop_stale(self) -> None:
+        """Drop the plan if its tensors were replaced, so that their memory is free."""
+        if self.plan is not None and not self.plan.is_current(self.optimizer):
+            self.plan = None
+            self.masters.drop_rows()
 
     def second(self, rule: Rule) -> "RuleRunner":
         """The runner of ``rule``, which the user runs beside :attr:`rule`; made if it is new."""

@@ -154,6 +154,10 @@ class Plan:
         self._release_gradients()
         return fits
 
+    def is_current(self, optimizer: Any) -> bool:
+        """See :meth:`TensorGuard.is_current`."""
+        return self._tensor_guard.is_current(optimizer)
+
     def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words.
 

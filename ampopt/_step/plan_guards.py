@@ -197,19 +197,19 @@ class TensorGuard:
         """The tensors that kernels work on: of ``DTensor``s their local shards."""
         return dtensor.local_of_each(tensors) if self._dtensors else tensors
 
+    def is_current(self, optimizer: Any) -> bool:
+        """Whether parameters, masters and states are the same tensors, in the same memory."""
+        if optimizer.state is not self._state or not self._identities.unchanged():
+            return False
+        found, fits = self._layouts.read(self._local(self._tensors))
+        return MISFIT not in fits and found == self._addresses
+
     def gradients(self, optimizer: Any) -> GradientsNow | None:
         """The gradients of this step, as kernels read them; ``None`` if anything else changed."""
         for param in self._unplanned_params:
             if param.grad is not None:
                 return None
-        if not (
-            optimizer.state is self._state
-            and optimizer.process_group is self._process_group
-            and self._identities.unchanged()
-        ):
-            return None
-        found, fits = self._layouts.read(self._local(self._tensors))
-        if MISFIT in fits or found != self._addresses:
+        if optimizer.process_group is not self._process_group or not self.is_current(optimizer):
             return None
         grads: list[Any] | Callable[[], list[Any]]
         if self.is_plain and not self._masters.holders:

@@ -133,6 +133,7 @@ class PythonState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the snapshot."""
+        self._optimizer = weakref.ref(optimizer)
         self.tensors: list[Tensor] = []
         self.hidden_object: str | None = None
         self._saved_objects: list[_SavedObject] = []
@@ -153,6 +154,13 @@ class PythonState:
         self._layouts = LayoutGuard(self.tensors)
         self._addresses = self._layouts.read(self.tensors)[0]
 
+    def is_current(self) -> bool:
+        """Whether the objects that guards compare are the same, tensors and their memory too."""
+        if not self._identities.unchanged():
+            return False
+        addresses, fits = self._layouts.read(self.tensors)
+        return set(fits) <= {1} and addresses == self._addresses
+
     def retake(self) -> bool:
         """Take the snapshot again, if only numbers and the like have changed since.
 
@@ -162,7 +170,7 @@ class PythonState:
             Whether it was taken. If not, this snapshot is of no further use.
         """
         return (
-            self._guards_hold()
+            self.is_current()
             and _generators(self._devices) == self._generators
             and all(saved.retake() for saved in self._unguarded)
         )
@@ -172,7 +180,7 @@ class PythonState:
 
         An object whose entries have changed is preferred to one that only gained keys.
         """
-        if self._guards_hold() and not any(saved.differs() for saved in self._unguarded):
+        if self.is_current() and not any(saved.differs() for saved in self._unguarded):
             return None
         differences = [
             (saved.only_grew(), saved.difference())
@@ -190,13 +198,6 @@ class PythonState:
         for saved in self._saved_objects:
             if saved.differs():
                 saved.write(saved.was)
-
-    def _guards_hold(self) -> bool:
-        """Whether the objects that guards compare are the same: in most optimizers, nearly all."""
-        if not self._identities.unchanged():
-            return False
-        addresses, fits = self._layouts.read(self.tensors)
-        return set(fits) <= {1} and addresses == self._addresses
 
     def _add(self, value: Any, what: str) -> None:
         """Visit ``value`` later, unless it is immutable or is already to be visited."""
@@ -224,7 +225,7 @@ class PythonState:
                     self._add_named(part, what, key)
             attributes = _attributes(value)
             if attributes is not None:
-                read, write = (functools.partial(f, value) for f in (_attributes, _set_attributes))
+                read, write = (self._bound(f, value) for f in (_attributes, _set_attributes))
                 guarded = type(value) in _TENSORS and self._guards(vars(value))
                 self._keep(what, read, write, grows=True, guarded=guarded)
                 for name, part in attributes.items():
@@ -232,6 +233,15 @@ class PythonState:
                         self._add(part, f"{what}.{name}")
             elif kind is None and not isinstance(value, Tensor):
                 self.hidden_object = self.hidden_object or f"{what}, a {type(value).__name__}"
+
+    def _bound(self, function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        """``function`` with ``owner`` as first argument: the optimizer by a weak reference.
+
+        It keeps the snapshot, and a cycle would keep its tensors until garbage is collected.
+        """
+        if owner is self._optimizer():
+            return lambda *arguments: function(self._optimizer(), *arguments)
+        return functools.partial(function, owner)
 
     def _add_each(self, values: Iterable[Any], what: str) -> None:
         """Visit each of ``values`` later; ``what`` is the name of their container."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.python_state import PythonState
+from ampopt._step.stale_memory import drop_in_collections
 from ampopt._step.storage_copies import StorageCopies
 from ampopt.backend import backend_for
 from ampopt_kernels.step_data import Decision
@@ -66,6 +67,7 @@ class SkipPolicy:
         self._growths = 0
         self._state: PythonState | None = None  # kept, as both take long to make anew
         self._copies = StorageCopies([])
+        drop_in_collections(self)
 
     def step(
         self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], decision: Decision
@@ -92,6 +94,11 @@ class SkipPolicy:
         if decision.coefficients_on_host.skip > 0:
             return False, None
         return True, step()
+
+    def drop_stale(self) -> None:
+        """Drop the snapshot if an object in it was replaced, so that its memory is free."""
+        if self._state is not None and not self._state.is_current():
+            self._state, self._copies = None, StorageCopies([])
 
     def _python_state(self, optimizer: torch.optim.Optimizer) -> PythonState:
         """A snapshot of the Python state: that of the last step, if only numbers have changed."""
