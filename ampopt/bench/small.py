@@ -1,7 +1,8 @@
 """The table of ``--small``: what steps of small tensors cost the host, beside torch's fused step.
 
-AdamW under a dynamic loss scale, torch's under ``torch.amp.GradScaler``, float32, one thread, its
-CPU time; in one row, a hand-written optimizer. The medians are of rounds in which both take turns.
+AdamW under a dynamic loss scale, torch's under ``torch.amp.GradScaler``, float32; in one row, a
+hand-written optimizer. On the CPU, the CPU time of one thread; else the time until a step returns.
+The medians are of rounds in which both take turns.
 """
 
 import functools
@@ -30,7 +31,6 @@ __all__ = ["COUNTS", "SmallRow", "first_step", "measure", "table"]
 COUNTS = (1, 20, 300, 2000)
 """The numbers of tensors; the steps in which something changes are those of the third."""
 _ELEMENTS = 64
-_CPU = torch.device("cpu")
 _TORCHS = "fused"
 _PLAIN, _ABSENT, _CLIPPED = "", "a random quarter absent", "clipped"
 _SCALER = "unscale_, clip_grad_norm_, step under GradScaler"
@@ -74,10 +74,11 @@ _CHANGES: dict[str, Callable[[Optimizer], None]] = {
 """What changes before each step, outside of its time."""
 
 
-def measure(*, rounds: int, seconds: float) -> list[SmallRow]:
-    """Measure all rows on one thread.
+def measure(device: torch.device, *, rounds: int, seconds: float) -> list[SmallRow]:
+    """Measure all rows on one thread; those of first steps on the CPU only.
 
     Args:
+        device: device of the tensors.
         rounds: maximum number of rounds of a row. First steps take at most 3, each two processes.
         seconds: about the time for all rows but those of first steps.
     """
@@ -86,10 +87,14 @@ def measure(*, rounds: int, seconds: float) -> list[SmallRow]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [_steps(*case, rounds=rounds, seconds=seconds / len(cases)) for case in cases]
+        rows = [
+            _steps(device, *case, rounds=rounds, seconds=seconds / len(cases)) for case in cases
+        ]
     finally:
         torch.set_num_threads(before)
-    return rows + _first_steps(min(rounds, _MOST_PROCESSES))
+    if device.type == "cpu":
+        rows += _first_steps(min(rounds, _MOST_PROCESSES))
+    return rows
 
 
 def table(rows: Sequence[SmallRow]) -> str:
@@ -104,9 +109,9 @@ def table(rows: Sequence[SmallRow]) -> str:
     return "\n".join(lines)
 
 
-def _steps(what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
+def _steps(device: torch.device, what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
     """The row of warm steps of ``count`` tensors."""
-    params = _workload(count).parameters(torch.float32, _CPU)
+    params = _workload(count).parameters(torch.float32, device)
     gradients = workloads.Gradients(params, workloads.CHANGING if what == _ABSENT else 0.0)
     change = _CHANGES.get(what, lambda _: None)
     steps, restores = {}, {}
@@ -119,13 +124,13 @@ def _steps(what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
     times = interleaved(
         steps,
         gradients.restore,
-        _CPU,
+        device,
         rounds=rounds,
         seconds=seconds,
         clock="cpu",
         restores=restores,
     )
-    return SmallRow(what, count, times[_TORCHS].median, times[contenders.AMPOPT].median)
+    return SmallRow(what, count, times[_TORCHS].host, times[contenders.AMPOPT].host)
 
 
 def _contender(what: str, name: str, params: list[Tensor]) -> contenders.Contender:
@@ -208,7 +213,7 @@ def first_step(count: int) -> dict[str, float]:
     the optimizer is not part of it.
     """
     torch.set_num_threads(1)
-    params = _workload(count).parameters(torch.float32, _CPU)
+    params = _workload(count).parameters(torch.float32, torch.device("cpu"))
     gradients, seconds = workloads.Gradients(params), {}
     for name in (_TORCHS, contenders.AMPOPT):
         step = contenders.enter(name, "AdamW", params).step

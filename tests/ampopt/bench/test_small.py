@@ -1,7 +1,7 @@
 """The table of small steps has a row for each case, and refuses what it cannot measure."""
 
 import pytest
-import torch
+from support.gpus import DEVICE, needs_gpu
 from support.preloaded import python_path
 
 from ampopt.bench import __main__ as bench
@@ -36,8 +36,9 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
         assert float(each) == pytest.approx(float(ours) / int(count), rel=0.01)
 
 
-def test_steps_on_another_device_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit):
-        bench.main(["--small", "--device", "cuda"])
-    assert "--device cpu" in capsys.readouterr().err
+@needs_gpu(with_real="clocks")
+def test_on_a_gpu_the_time_until_a_step_returns_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
+    bench.main(["--small", "--device", DEVICE, "--repeats", "1", "--seconds", "0.1"])
+    header, *lines = capsys.readouterr().out.splitlines()[2:]
+    assert "until a step returns" in header and len(lines) == 11
