@@ -117,7 +117,7 @@ class Accumulation(RefersToOptimizer):
         self._replaced_grads: list[_ReplacedGradient] = []
         # No weak references: torch refuses to move a DTensor parameter to which there is one.
         self._sums: dict[Any, Any] = {}
-        self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
+        self._latest: dict[int, weakref.ref[Any]] = {}  # id of a parameter → its last gradient
         self._rows: dict[bool, KeptRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
@@ -159,7 +159,7 @@ class Accumulation(RefersToOptimizer):
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
         # Each once: torch allows a parameter to be in a group twice.
-        params = list(dict.fromkeys(param for _, param in gradients.present(self.groups)))
+        params = list({id(param): param for _, param in gradients.present(self.groups)}.values())
         all_reduce = decision_all_reduce(agreement, request, len(params), call)
         try:
             decision = self._add(cycle, request, all_reduce, rows)
@@ -198,7 +198,8 @@ class Accumulation(RefersToOptimizer):
             if sums is not self._sums:
                 self._sums = sums
                 self._rows.clear()  # they have the sums of removed parameters
-            self._latest = gradients.without_removed(self._latest, self.groups)
+                ids = set(map(id, sums))
+                self._latest = {key: grad for key, grad in self._latest.items() if key in ids}
             device = device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:
@@ -320,8 +321,8 @@ class Accumulation(RefersToOptimizer):
         Then a CUDA graph may write to it, so it is set to zero, not to ``None``.
         """
         grad: Any = param.grad
-        latest = self._latest.get(param)
-        self._latest[param] = weakref.ref(grad)
+        latest = self._latest.get(id(param))
+        self._latest[id(param)] = weakref.ref(grad)
         return latest is not None and latest() is grad
 
     # --- the step ---------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ class Accumulation(RefersToOptimizer):
             call = ControlPoint.LAST_MICRO_BATCH
             all_reduce = decision_all_reduce(agreement, request, n_present, call)
         if all_reduce is not None or gradients.present(self.groups):
-            self._add(cycle, request, all_reduce)
+            self._add(cycle, request, all_reduce, self._rows_of_earlier_call())
         cycle.skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
         return cycle
 

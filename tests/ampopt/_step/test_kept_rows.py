@@ -41,7 +41,7 @@ def micro_batch(params: list[Parameter], forms: list[str], number: float) -> lis
     st.lists(
         st.tuples(
             st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3),
-            st.sampled_from(["again", "again", "step"]),
+            st.sampled_from(["again", "again", "step", "step with these"]),
         ),
         min_size=1,
         max_size=12,
@@ -52,10 +52,11 @@ def test_sums_are_right_whichever_gradients_come(batches):
     expected = [torch.zeros(shape) for shape in SHAPES]
     for number, (forms, then) in enumerate([*batches, (["dense"] * 3, "step")]):
         added = micro_batch(params, forms, number)
-        optimizer.accumulate(grads_scaled_by=1.0)
-        assert all(param.grad is None for param in params)
+        if then != "step with these":
+            optimizer.accumulate(grads_scaled_by=1.0)
+            assert all(param.grad is None for param in params)
         expected = [total - more for total, more in zip(expected, added, strict=True)]
-        if then == "step":
+        if then != "again":
             optimizer.unscale_and_step(grads_scaled_by=1.0)
             for param, total in zip(params, expected, strict=True):
                 torch.testing.assert_close(param.detach(), total, rtol=0, atol=0)
@@ -70,6 +71,22 @@ def alike(optimizer: ampopt.Optimizer, params: list[Parameter], calls: int = 3) 
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     micro_batch(params, ["dense"] * 3, 0)
     optimizer.accumulate(grads_scaled_by=1.0)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_parameter_may_get_its_first_gradient_late(accumulates):
+    params, optimizer = made()
+    alike(optimizer, params)
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in params]
+    micro_batch(params, ["dense", "absent", "dense"], 0)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    added = micro_batch(params, ["dense"] * 3, 0)
+    if accumulates:
+        optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    for param, old, grad, times in zip(params, before, added, (2, 1, 2), strict=True):
+        assert torch.equal(param.detach(), old - times * grad)
 
 
 def test_a_parameter_that_was_added_is_noticed():
