@@ -360,7 +360,7 @@ class Accumulation(RefersToOptimizer):
             self._replaced_grads.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:
                 dtype = total.dtype
-            _put(param, total if dtype is None else total.to(dtype), dtype)
+            _put(param, total if dtype in (None, total.dtype) else total.to(dtype), dtype)
         self.cycle, self.swapped_in = None, True
 
     def _renormalise(self, cycle: AccumulationCycle, request: Request) -> Tensor:
