@@ -226,21 +226,6 @@ class DrawsFirst(Selecting):
         super().one(p, g, skip, lr)
 
 
-@planted(
-    "writes past torch's dispatcher in a step to be undone on the device",
-    "a_skipped_step_changes_nothing",
-    on_device=(True,),
-)
-class PastDispatcher(Plain):
-    skip_by = "transaction"
-
-    def update(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.is_contiguous() and p.numel():
-                    p.detach().numpy()[...] -= group["lr"] * p.grad.numpy()
-
-
 @planted("runs no hooks in a step that it skips", "step_hooks_run_on_every_attempt")
 class NoHooks(OwnHooks):
     def step_after_unscale(self, closure=None, *args, **keywords):
