@@ -168,21 +168,19 @@ class Masters(RefersToOptimizer):
         With a 24-bit master comes a float32 copy. If the caller writes to it, parameter and low
         bits are set to the nearest number when the caller takes the next pair.
         """
+        states = self.optimizer.state
         for group in groups:
             for param in group["params"]:
-                state = self.optimizer.state.get(param, {})
-                is_frozen = not param.requires_grad and MASTER not in state
+                is_frozen = not param.requires_grad and MASTER not in states.get(param, {})
                 master = None if is_frozen else self.of(group, param)
-                if master is None:
-                    yield param, param
+                if master is None or master.dtype != LOW_BITS:
+                    yield param, param if master is None else master
                     continue
-                full = master
-                if master.dtype == LOW_BITS:
-                    holder = self.holders.get(id(param))
-                    full = full_master(param, master) if holder is None else holder
+                holder = self.holders.get(id(param))
+                full = full_master(param, master) if holder is None else holder
                 version_before = version(full)
                 yield param, full
-                if full is not master and version(full) != version_before:
+                if version(full) != version_before:
                     _store(param, master, full)
 
     # --- the gradients that steps read ------------------------------------------------------------
@@ -423,7 +421,7 @@ def needs_low_bits(group: dict[str, Any], param: Tensor) -> bool:
 
     Those of parameters that are not :func:`is_large` are float32.
     """
-    return needs_master(group, param) and MASTER_BITS.of(group) == 24 and is_large(param)
+    return MASTER_BITS.of(group) == 24 and needs_master(group, param) and is_large(param)
 
 
 def full_master(param: Tensor, master: Tensor) -> Tensor:
