@@ -3,17 +3,20 @@
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.strategies import fewer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
+from ampopt.testing.bits import bits
 
 SHAPES = ((2, 3), (4,), (3, 2))
 FORMS = {
@@ -524,3 +527,126 @@ def test_a_sum_that_began_later_than_others_is_added_to():
         optimizer.accumulate(grads_scaled_by=1.0)
     optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert torch.equal(params[1].detach(), before - added)
+
+
+# --- any calls and changes ------------------------------------------------------------------------
+
+SCALE = 3.0  # by which no half-precision number can be divided without rounding
+
+
+class Run:
+    """A run of two optimizers, and of one of torch's with a scaler."""
+
+    def __init__(self, dtype: torch.dtype, drop: str, *, forgets: bool) -> None:
+        """Make the optimizers.
+
+        Args:
+            dtype: the dtype of parameters.
+            drop: what ``accumulate`` drops.
+            forgets: whether to exchange the param groups for equal ones before each call, so that
+                no call uses rows that an earlier one has kept.
+        """
+        self.dtype, self.drop, self.forgets = dtype, drop, forgets
+        params = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (*SHAPES, (2,), (3,))]
+        self.optimizer = ampopt.SGD([{"params": params[:1]}, {"params": params[1:3]}], lr=0.5)
+        self.other, self.torchs = ampopt.SGD(params[3:4], lr=0.5), torch.optim.SGD(params[4:])
+        self.optimizers = self.optimizer, self.other, self.torchs
+        self.scaler = ampopt.GradScaler("cpu", init_scale=SCALE)
+
+    @property
+    def params(self) -> list[Any]:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [param for group in groups for param in group["params"]]
+
+    def give(self, forms: list[str], scale: float = SCALE) -> None:
+        """Set all gradients: those of the first parameters in these forms."""
+        for optimizer in self.optimizers if self.forgets else ():
+            optimizer.param_groups[:] = map(dict, optimizer.param_groups)
+        for param, form in zip(self.params, [*forms, *["dense"] * 3], strict=False):
+            values = torch.arange(1.0, 1 + param.numel()).view(param.shape) * scale
+            if form == "infinite":
+                values.view(-1)[-1] = float("inf")
+            grad = FORMS.get(form, Tensor.clone)(values)
+            dtype = torch.float64 if form == "wide" else param.dtype
+            param.grad, param.grad_dtype = None, None
+            param.grad = None if grad is None else grad.to(dtype)
+
+    def after(self, call: str, forms: list[str], times: int, change: str) -> Any:
+        """The bits of everything, and the error, after calls with a change before the last."""
+        error = None
+        try:
+            for time in range(times + 1):
+                if time == times:
+                    CHANGES[change](self)
+                self.give(forms)
+                CALLS[call](self, forms)
+        except (RuntimeError, TypeError, ValueError) as raised:
+            error = str(raised)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.scaler = ampopt.GradScaler("cpu", init_scale=SCALE)
+        states = [optimizer.state.get(p) for optimizer in self.optimizers for p in self.params]
+        return error, bits([(p, p.grad) for p in self.params]), bits(states)
+
+    def unscale(self, forms: list[str]) -> None:
+        self.optimizer.unscale(SCALE)
+        for full in self.optimizer.master_params():  # which has a sum, after accumulate
+            if full.grad is not None:
+                full.grad.data = full.grad.data / 2
+        self.optimizer.step_after_unscale()
+
+    def closure(self, forms: list[str]) -> None:
+        def loss(scale: float) -> float:
+            self.give(forms if scale == SCALE else [], scale)
+            return 1.0
+
+        self.optimizer.unscale_and_step(loss, SCALE)
+
+    def scale(self, forms: list[str]) -> None:
+        self.scaler.scale(torch.zeros(()))
+        self.scaler.step(self.torchs)
+        self.scaler.update()
+
+    def turn_masters(self) -> None:
+        group = self.optimizer.param_groups[1]
+        group["master_weights"] = not group.get("master_weights", False)
+
+    def exchange(self) -> None:
+        self.optimizer.param_groups[1]["params"][0] = Parameter(torch.ones(4, dtype=self.dtype))
+
+
+CHANGES: dict[str, Callable[[Run], Any]] = {
+    "none": lambda run: None,
+    "masters": Run.turn_masters,
+    "exchange": Run.exchange,
+}
+CALLS: dict[str, Callable[[Run, list[str]], Any]] = {
+    "unscale": Run.unscale,
+    "accumulate": lambda run, forms: run.optimizer.accumulate(SCALE, drop=run.drop),
+    "closure": Run.closure,
+    "together": lambda run, forms: ampopt.unscale_and_step(
+        [run.optimizer, run.other], SCALE, max_norm=64.0
+    ),
+    "scaler": Run.scale,
+}
+SOME = st.sampled_from(
+    [["dense"] * 3, ["dense", "absent", "absent"], ["absent", "dense", "absent"]]
+)
+TURNS = st.tuples(
+    st.sampled_from(["unscale", "accumulate", "accumulate", *CALLS]),
+    SOME | SOME | st.lists(st.sampled_from([*FORMS, "wide", "infinite"]), min_size=3, max_size=3),
+    st.integers(0, 2),
+    st.sampled_from(["none", *CHANGES]),
+)
+
+
+@fewer(3)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(["window", "micro_batch"]),
+    st.lists(TURNS, min_size=20, max_size=40),
+)
+def test_rows_that_are_kept_give_the_bits_of_new_ones(dtype, drop, turns):
+    kept, new = Run(dtype, drop, forgets=False), Run(dtype, drop, forgets=True)
+    for turn in turns:
+        assert kept.after(*turn) == new.after(*turn)
