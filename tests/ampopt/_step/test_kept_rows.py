@@ -233,7 +233,8 @@ def test_gradients_are_unscaled_once_whichever_come(dtype, batches):
         pairs = list(optimizer.params_and_masters())
         for (param, full), grad in zip(pairs, divided, strict=True):
             assert param.grad is None or torch.equal(param.grad, grad)
-            assert full.grad is None if param.grad is None else torch.equal(full.grad, grad.float())
+            assert (full.grad is None) == (param.grad is None)
+            assert full.grad is None or torch.equal(full.grad, grad.float())
         optimizer.step_after_unscale()
         expected = [total - grad for total, grad in zip(expected, divided, strict=True)]
         for (_, full), total in zip(pairs, expected, strict=True):
@@ -404,11 +405,10 @@ def test_an_optimizer_keeps_no_parameter_of_one_that_has_stepped_with_it(gone):
     params = [Parameter(torch.zeros(3)) for _ in range(2)]
     every = [ampopt.SGD([param], lr=1.0) for param in params]
     for _ in range(3):
-        for param in params:
-            param.grad = torch.ones(3)
+        params[0].grad, params[1].grad = torch.ones(3), torch.ones(3)
         ampopt.unscale_and_step(every, grads_scaled_by=1.0)
     left = weakref.ref(params.pop(gone))
-    del every[gone], param
+    del every[gone]
     gc.collect()
     assert left() is None
 

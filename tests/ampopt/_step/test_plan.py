@@ -294,20 +294,19 @@ def test_a_step_keeps_no_gradient_alive(backend):
         assert len(storages) == 2 and all(storage.expired() for storage in storages)
 
 
-@pytest.mark.parametrize("off", [{"master_weights": False}, {"master_bits": 24}], ids=str)
-def test_masters_may_change_while_a_parameter_with_wide_gradients_has_none(off):
-    params = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16)) for _ in range(2)]
+def test_masters_may_be_turned_off_while_a_parameter_with_wide_gradients_has_none():
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = ampopt.SGD(params, lr=0.25, master_weights=True)
     for step in range(6):
         if step == 2:
-            optimizer.param_groups[0].update(off)
+            optimizer.param_groups[0]["master_weights"] = False
         for param in params:
             param.grad_dtype = None
-            param.grad = torch.ones(5000)
+            param.grad = torch.ones(3)
         if step in (2, 3):
             params[1].grad = None
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    assert bool((params[0] == -0.5).all()) and bool((params[1] == 0).all())
+    assert params[0].tolist() == [-0.5] * 3 and params[1].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("before", [None, "accumulate", "unscale"])

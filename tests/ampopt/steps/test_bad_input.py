@@ -297,21 +297,21 @@ def test_a_gradient_on_another_device(cls, call):
 class Elsewhere(Tensor):
     """A tensor whose values are in another one."""
 
-    inner: Tensor
+    elsewhere: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "Elsewhere":
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+    def __new__(cls, elsewhere: Tensor) -> "Elsewhere":
+        return Tensor._make_wrapper_subclass(cls, elsewhere.shape, dtype=elsewhere.dtype)
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    def __init__(self, elsewhere: Tensor) -> None:
+        self.elsewhere = elsewhere
 
     def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
+        return ["elsewhere"], None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls(args[0].inner)  # of detach
+        return cls(args[0].elsewhere)  # of detach
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
