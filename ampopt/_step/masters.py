@@ -42,33 +42,18 @@ class _GradsAtUnscale(NamedTuple):
         grads: the gradient of each.
         versions: the version counter of each gradient then, to detect edits; ``None`` if parameter
             and master share the gradient, so that an edit reaches the step.
-        holders: the tensors whose gradients are the unscaled ones: masters, or the float32 copies
-            of 24-bit masters.
+        copies: the unscaled copy of each; the gradient itself if they share it.
     """
 
     params: list[Tensor]
     grads: list[Any]
     versions: list[int | None]
-    holders: list[Tensor]
-
-    def local_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients that have copies, and these copies, unless removed: local shards."""
-        both = [
-            (grad, copy)
-            for grad, copy in zip(self.grads, map(_grad_of, self.holders), strict=True)
-            if copy is not None and copy is not grad
-        ]
-        return (
-            dtensor.local_of_each([grad for grad, _ in both]),
-            dtensor.local_of_each([copy for _, copy in both]),
-        )
+    copies: list[Tensor]
 
     def note_versions(self) -> None:
         """Record the versions that the gradients have now."""
-        self.versions[:] = [
-            None if copy is grad else version(grad)
-            for grad, copy in zip(self.grads, map(_grad_of, self.holders), strict=True)
-        ]
+        both = zip(self.grads, self.copies, strict=True)
+        self.versions[:] = [None if copy is grad else version(grad) for grad, copy in both]
 
 
 _NONE = _GradsAtUnscale([], [], [], [])
@@ -213,19 +198,20 @@ class Masters(RefersToOptimizer):
 
     def _copy(self, with_grads: list[Tensor], holders: list[gradients.ParamWithGrad]) -> None:
         """Copy the gradients of parameters to ``holders``, where these are other tensors."""
-        each = list(zip(with_grads, holders, strict=True))
-        params = [param for param, one in each if one.tensor is not param]
-        masters = [one.tensor for param, one in each if one.tensor is not param]
+        each = zip(with_grads, holders, strict=True)
+        pairs = [(param, one.tensor) for param, one in each if one.tensor is not param]
+        params = [param for param, _ in pairs]
         grads: list[Any] = list(map(_grad_of, params))
-        for grad, master in zip(grads, masters, strict=True):
-            shared = grad.dtype == master.dtype
-            master.grad = grad if shared else torch.empty_like(grad, dtype=master.dtype)
-        self.holders = dict(zip(map(id, params), masters, strict=True))
-        self._at_unscale = _GradsAtUnscale(params, grads, [], masters)
+        copies = [
+            grad if grad.dtype == master.dtype else torch.empty_like(grad, dtype=master.dtype)
+            for grad, (_, master) in zip(grads, pairs, strict=True)
+        ]
+        for (_, master), copy in zip(pairs, copies, strict=True):
+            master.grad = copy
+        self.holders = {id(param): master for param, master in pairs}
+        self._at_unscale = _GradsAtUnscale(params, grads, [], copies)
         self._at_unscale.note_versions()
-        originals, copies = self._at_unscale.local_gradients()
-        if copies:
-            torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateImportUsage]
+        _copy_each(copies, grads)
 
     @torch.no_grad()
     def unscale(
@@ -290,21 +276,24 @@ class Masters(RefersToOptimizer):
         An edit of a ``DTensor`` by torch's foreach operations does not raise: torch advances no
         version counter then.
         """
-        grads, unscaled_grads = self.unscaled_gradients()
-        if grads:
-            torch._foreach_copy_(grads, unscaled_grads)  # pyright: ignore[reportPrivateImportUsage]
-            self._at_unscale.note_versions()
+        _copy_each(self._at_unscale.grads, self._at_unscale.copies)
+        self._at_unscale.note_versions()
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
         self.read_early = None
-        for holder in self._at_unscale.holders:
+        for holder in self.holders.values():
             holder.grad = None
         self.holders, self._at_unscale = {}, _NONE
 
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of parameters, and the unscaled ones on their masters: local shards."""
-        return self._at_unscale.local_gradients()
+        holders = zip(self._at_unscale.grads, self.holders.values(), strict=True)
+        both = [(grad, holder.grad) for grad, holder in holders if holder.grad is not None]
+        return (
+            dtensor.local_of_each([grad for grad, _ in both]),
+            dtensor.local_of_each([unscaled_grad for _, unscaled_grad in both]),
+        )
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -442,6 +431,16 @@ def _low_bits(param: Tensor, master: Tensor) -> Tensor:
     """The low bits for a float32 ``master``; ``param`` is the master, rounded."""
     own = low_bits_of(dtensor.local(param.detach()), dtensor.local(master))
     return dtensor.from_local_like(own, param)
+
+
+def _copy_each(tensors: list[Any], originals: list[Any]) -> None:
+    """Copy the values of ``originals`` to ``tensors``, where these are other tensors."""
+    both = [(to, of) for to, of in zip(tensors, originals, strict=True) if to is not of]
+    if both:
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            dtensor.local_of_each([to for to, _ in both]),
+            dtensor.local_of_each([of for _, of in both]),
+        )
 
 
 @torch.no_grad()
