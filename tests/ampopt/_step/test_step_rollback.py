@@ -1,5 +1,6 @@
 """A step that is rolled back on the device changes no bit; changes that cannot be are detected."""
 
+import random
 import types
 from typing import Any
 
@@ -45,6 +46,38 @@ def attempt(optimizer: ampopt.Optimizer, split: bool) -> bool:
     return optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
 
 
+def halve_rate(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def cycle_betas(optimizer: Any) -> None:
+    """Replace a tuple of numbers, as ``OneCycleLR`` does."""
+    optimizer.param_groups[0]["betas"] = (optimizer.param_groups[0]["lr"], 0.5)
+
+
+def note(optimizer: Any) -> None:
+    optimizer.noted = [1.0, {"a": [1.0]}]
+
+
+def draw_numbers(optimizer: Any) -> None:
+    _ = random.random(), np.random.rand(), torch.rand(1)
+
+
+def move_memory(optimizer: Any) -> None:
+    """Give a parameter other memory, as offloading does."""
+    param = optimizer.param_groups[0]["params"][0]
+    param.data = param.data.clone()
+
+
+def replace_states(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state.update({key: x.clone() for key, x in state.items() if type(x) is torch.Tensor})
+
+
+BETWEEN = (halve_rate, cycle_betas, note, draw_numbers, move_memory, replace_states)
+"""What programs do between steps, in which it is no change of the step."""
+
+
 # Authors of the others must not ask for it.
 ASKED = [cls for cls in HOST_TOO if cls not in (Sparse, Iterating)]
 
@@ -58,13 +91,19 @@ ASKED = [cls for cls in HOST_TOO if cls not in (Sparse, Iterating)]
     ids=lambda it: getattr(it, "__name__", it),
 )
 @fewer(0.2)
-@given(history=histories(), split=st.booleans())
+@given(
+    history=histories(),
+    split=st.booleans(),
+    between=st.lists(st.none() | st.sampled_from(BETWEEN), min_size=6, max_size=6),
+)
 def test_a_skipped_step_changes_nothing_and_a_finite_one_all_that_it_would(
-    cls, skip_by, history, split
+    cls, skip_by, history, split, between
 ):
     optimizer, params = made(cls)
     optimizer.skip_by = skip_by
-    for step in history:
+    for step, change in zip(history, between, strict=False):
+        if change is not None:
+            change(optimizer)
         set_gradients(params, step)
         before = seen(optimizer) if overflows(step) else None
         assert attempt(optimizer, split) is overflows(step)
@@ -73,7 +112,9 @@ def test_a_skipped_step_changes_nothing_and_a_finite_one_all_that_it_would(
     after = seen(optimizer)
 
     clean, params = made(cls)
-    for step in history:
+    for step, change in zip(history, between, strict=False):
+        if change is not None:
+            change(clean)
         set_gradients(params, step)
         if not overflows(step):
             clean.step()
