@@ -44,25 +44,27 @@ static bool has_entries(PyObject* dict, PyObject* const* entries, int64_t n, boo
 
 // Whether lists have the same elements, and dicts the same entries, as before: by identity.
 // ``members`` has the elements of each list, and key and value of each entry of the dicts, of one
-// container after another; ``sizes`` how many elements or entries there are, or the complement of
-// that for a dict that may have no others, nor the same ones in another order. Writes to the bytearray ``changed`` 1 for each container
-// that differs; if it is None, stops at the first.
+// container after another; the first ``n_lists`` are lists, or tuples. ``sizes`` has how many
+// elements or entries there are, or the complement of that for a dict that may have no others, nor
+// the same ones in another order. Writes to the bytearray ``changed`` 1 for each container that
+// differs; if it is None, stops at the first. A container of another type counts as changed.
 extern "C" int hold(
-    PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* changed
+    PyObject* containers, int64_t n_lists, const int64_t* sizes, PyObject* members,
+    PyObject* changed
 ) {
     PyObject* const* member = PySequence_Fast_ITEMS(members);
     bool all = true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); ++i) {
         PyObject* container = PyList_GET_ITEM(containers, i);
-        bool same = true;
-        if (PyList_Check(container)) {
-            same = PyList_GET_SIZE(container) == sizes[i];
-            for (int64_t j = 0; same && j < sizes[i]; ++j)
-                same = PyList_GET_ITEM(container, j) == member[j];
-            member += sizes[i];
+        const int64_t n = sizes[i] < 0 ? ~sizes[i] : sizes[i];
+        bool same;
+        if (i < n_lists) {
+            same = (PyList_Check(container) || PyTuple_Check(container)) &&
+                   PySequence_Fast_GET_SIZE(container) == n &&
+                   std::equal(member, member + n, PySequence_Fast_ITEMS(container));
+            member += n;
         } else {
-            const int64_t n = sizes[i] < 0 ? ~sizes[i] : sizes[i];
-            same = has_entries(container, member, n, sizes[i] < 0);
+            same = PyDict_Check(container) && has_entries(container, member, n, sizes[i] < 0);
             member += 2 * n;
         }
         if (!same && changed == Py_None) return 0;

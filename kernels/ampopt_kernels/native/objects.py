@@ -129,7 +129,7 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     """The loaded library, which holds Python's lock in calls, with the types of its functions."""
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    functions.hold.argtypes = (objects, pointer, objects, objects)
+    functions.hold.argtypes = (objects, count, pointer, objects, objects)
     functions.read_tensors.argtypes = (objects, ctypes.c_int, pointer, pointer, pointer, objects)
     for of_tensors in (functions.bump_versions, functions.all_have_memory, functions.are_apart):
         of_tensors.argtypes = (objects,)
@@ -186,7 +186,7 @@ class IdentityGuard:
         """Store the elements and entries.
 
         Args:
-            lists: the lists.
+            lists: the lists, or tuples.
             dicts: dicts, each with the keys of the entries to compare, which it has; ``None`` for
                 all entries, so that none may be added, nor their order change.
         """
@@ -207,8 +207,7 @@ class IdentityGuard:
         """Return whether the containers still have the same objects."""
         library = loops.loaded
         if library is not None:
-            sizes = self._sizes.buffer_info()[0]
-            return bool(library.hold(self._containers, sizes, self._members, None))
+            return bool(library.hold(*self._arguments(), None))
         loops.note_check_in_python()
         return next(self._changed(), None) is None
 
@@ -217,9 +216,13 @@ class IdentityGuard:
         library = loops.loaded
         if library is None:
             return list(self._changed())
-        sizes, changed = self._sizes.buffer_info()[0], bytearray(len(self._containers))
-        library.hold(self._containers, sizes, self._members, changed)
+        changed = bytearray(len(self._containers))
+        library.hold(*self._arguments(), changed)
         return list(compress(self._containers, changed))
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """The first arguments of the compiled check."""
+        return self._containers, self._n_lists, self._sizes.buffer_info()[0], self._members
 
     def _changed(self) -> Iterator[Any]:
         """Yield the containers that have other members now."""

@@ -76,6 +76,15 @@ def test_every_change_of_lists_is_seen(change):
     assert not guard.unchanged()
 
 
+def test_a_tuple_is_compared_like_a_list_and_what_follows_too():
+    """Torch steps with ``group["params"] = tuple(...)``."""
+    entries = {"x": torch.ones(2)}
+    guard = IdentityGuard([(torch.ones(2), 1.5), [entries]], [(entries, None)])
+    assert guard.unchanged() and guard.changed() == []
+    entries["x"] = torch.ones(2)
+    assert guard.changed() == [entries]
+
+
 def test_contents_are_those_of_any_kind_of_dict():
     class Kind(dict):
         pass
