@@ -14,7 +14,7 @@ import operator
 import sysconfig
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,9 @@ def bump_versions(tensors: list[Tensor]) -> None:
 class IdentityGuard:
     """The identities of the elements of some lists, and of some entries of dicts."""
 
-    def __init__(self, lists: list[list[Any]], dicts: list[tuple[dict[Any, Any], Any]]) -> None:
+    def __init__(
+        self, lists: Sequence[Sequence[Any]], dicts: Sequence[tuple[Mapping[Any, Any], Any]]
+    ) -> None:
         """Store the elements and entries.
 
         Args:
