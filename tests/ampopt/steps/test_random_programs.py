@@ -1,6 +1,6 @@
 """Random programs: the compiled loops give the bits of the eager operations.
 
-``.ci/sanitize`` runs this file, and no other, under the address sanitizer.
+``.ci/sanitize`` runs this file under the address sanitizer.
 """
 
 import pytest
