@@ -204,12 +204,14 @@ class IdentityGuard:
             n = (len(self._members) - before) // 2
             sizes.append(~n if keys is None else n)
         self._sizes = array("q", sizes)
+        sizes_at = self._sizes.buffer_info()[0]
+        self._arguments = self._containers, self._n_lists, sizes_at, self._members  # for C++
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects."""
         library = loops.loaded
         if library is not None:
-            return bool(library.hold(*self._arguments(), None))
+            return bool(library.hold(*self._arguments, None))
         loops.note_check_in_python()
         return next(self._changed(), None) is None
 
@@ -219,12 +221,8 @@ class IdentityGuard:
         if library is None:
             return list(self._changed())
         changed = bytearray(len(self._containers))
-        library.hold(*self._arguments(), changed)
+        library.hold(*self._arguments, changed)
         return list(compress(self._containers, changed))
-
-    def _arguments(self) -> tuple[Any, ...]:
-        """The first arguments of the compiled check."""
-        return self._containers, self._n_lists, self._sizes.buffer_info()[0], self._members
 
     def _changed(self) -> Iterator[Any]:
         """Yield the containers that have other members now."""
