@@ -187,6 +187,8 @@ class Table:
         numbers[:: self.columns] = grads
         self.addresses = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
         self.on_host, self.grads_version = numbers, work.grads_version
+        # Rows of another work with these uploads may have replaced the chunks there.
+        work.uploads.keep_while_captured(work.device, [self.chunks])
         return True
 
     @staticmethod

@@ -3,6 +3,7 @@
 The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), as in ``test_cuda_graphs``.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,32 @@ def test_graphs_of_steps_with_different_sets_of_gradients_take_turns(cls):
         plain.step()
         replays[turn]()
     assert captured.now == plain.now
+
+
+def test_a_graph_of_unscale_outlives_the_rows_that_unscale_kept():
+    params = [Parameter(torch.ones(8)) for _ in range(2)]
+    both = [ampopt.SGD([param], lr=0.25) for param in params]
+    optimizer, grad, scale = both[0], torch.ones(8), torch.tensor(2.0)
+
+    def unscale(values: Tensor) -> None:
+        params[0].grad = values
+        optimizer.unscale(scale)
+        optimizer.step_after_unscale()
+
+    for _ in range(2):
+        unscale(grad)
+    params[1].grad = torch.ones(8)
+    ampopt.unscale_and_step(both, scale)  # sends other tables for gradients
+    unscale(grad)
+    with FakeGraphs().capture() as replay:
+        unscale(grad)
+    for _ in range(2):
+        unscale(torch.ones(8, 2)[:, 0])  # other rows, and so other tables
+    gc.collect()
+    before = params[0].detach().clone()
+    grad.fill_(2.0)
+    replay()
+    assert grad.tolist() == [1.0] * 8 and torch.equal(params[0].detach(), before - 0.25)
 
 
 @pytest.mark.parametrize("before", [0, 1])
