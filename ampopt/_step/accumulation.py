@@ -117,6 +117,7 @@ class Accumulation(RefersToOptimizer):
         self._replaced_grads: list[_ReplacedGradient] = []
         # No weak references: torch refuses to move a DTensor parameter to which there is one.
         self._sums: dict[Any, Any] = {}
+        self._sums_at: dict[int, int] = {}  # id of a sum → address of the memory made for it
         self._latest: dict[int, weakref.ref[Any]] = {}  # id of a parameter → its last gradient
         self._rows: dict[bool, KeptRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
@@ -287,17 +288,31 @@ class Accumulation(RefersToOptimizer):
         """
         wide = torch.promote_types(param.dtype, param.grad.dtype)
         wide = torch.promote_types(wide, torch.float32)
-        total = self._sums.get(param)
+        old_total = total = self._sums.get(param)
         if total is not None and not fresh:
-            wide = torch.promote_types(wide, total.dtype)
-            if total.dtype != wide:
-                total = self._sums[param] = total.to(wide)
-                self._rows.clear()
-        elif total is None or total.dtype != wide or not _may_be_written(total, param):
-            total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
-            self._sums[param] = total = dtensor.from_local_like(total, param)
+            total = total.to(torch.promote_types(wide, total.dtype))
+        elif total is None or total.dtype != wide or not self._may_be_written(total, param):
+            own = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
+            total = dtensor.from_local_like(own, param)
+        if total is not old_total:
+            self._sums[param] = total
+            self._sums_at[id(total)] = dtensor.local(total).data_ptr()
             self._rows.clear()  # they may have the old sum
         return total
+
+    def _may_be_written(self, total: Any, param: Any) -> bool:
+        """Whether the sum ``total`` of an earlier cycle can be overwritten.
+
+        A step has read it in ``p.grad``, where users may have given it other memory: of another
+        tensor, by ``p.grad.data = other``, or less.
+        """
+        own = dtensor.local(total)
+        return (
+            _is_placed_like(total, param)
+            and own.data_ptr() == self._sums_at[id(total)]
+            and is_dense(own)
+            and all_have_memory([own])
+        )
 
     def check_sums(self) -> None:
         """Refuse sums of parameters that were resized or moved during the open cycle.
@@ -418,16 +433,6 @@ class Accumulation(RefersToOptimizer):
 def _is_placed_like(total: Any, param: Any) -> bool:
     """Whether the sum ``total`` has the shape and device that ``param`` has now."""
     return total.shape == param.shape and total.device == param.device
-
-
-def _may_be_written(total: Any, param: Any) -> bool:
-    """Whether the sum ``total`` of an earlier cycle can be overwritten.
-
-    A step has read it in ``p.grad``, where users may have given it other memory: of another tensor,
-    by ``p.grad.data = other``, or less.
-    """
-    own = dtensor.local(total)
-    return _is_placed_like(total, param) and is_dense(own) and all_have_memory([own])
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:
