@@ -73,7 +73,8 @@ def test_a_collection_frees_what_was_replaced(made):
     assert not all(ref.expired() for ref in old)
     gc.collect()
     assert all(ref.expired() for ref in old)
-    step(optimizer, 2), step(twin, 2)
+    step(optimizer, 2)
+    step(twin, 2)
     assert bits(optimizer.param_groups[0]["params"]) == bits(twin.param_groups[0]["params"])
     assert state_of(optimizer) == state_of(twin)
 
