@@ -120,9 +120,11 @@ class RuleRunner(RefersToOptimizer):
 
     def drop_stale(self) -> None:
         """Drop the plan if its tensors were replaced, so that their memory is free."""
-        if self.plan is not None and not self.plan.is_current(self.optimizer):
-            self.plan = None
-            self.masters.drop_rows()
+        optimizer = self.optimizer  # ``None`` if someone keeps this runner alone
+        if self.plan is None or (optimizer is not None and self.plan.is_current(optimizer)):
+            return
+        self.plan = None
+        self.masters.drop_rows()
 
     def second(self, rule: Rule) -> "RuleRunner":
         """The runner of ``rule``, which the user runs beside :attr:`rule`; made if it is new."""
