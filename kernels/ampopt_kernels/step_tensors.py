@@ -135,7 +135,12 @@ class ParamRow:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
+        """The arithmetic dtype: float64 for float64 gradients or parameters, else float32.
+
+        Integers are not converted: they are the bytes of tensors that are copied.
+        """
+        if not self.grad_dtype.is_floating_point:
+            return self.grad_dtype
         dtypes = (self.grad_dtype,) if self.param is None else (self.grad_dtype, self.param.dtype)
         return arithmetic(*dtypes)
 

@@ -68,12 +68,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 @functools.cache  # called for each of hundreds of tensors
 def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype to compute a rule in: float64 if one of ``dtypes`` is float64, else float32.
-
-    Integers, of one dtype, are not converted: they are the bytes of tensors that are copied.
-    """
-    if not dtypes[0].is_floating_point:
-        return dtypes[0]
+    """The dtype to compute a rule in: float64 if one of ``dtypes`` is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
