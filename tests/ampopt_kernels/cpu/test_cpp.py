@@ -225,6 +225,21 @@ def test_the_whole_language_has_the_same_bits_in_cpp(dtypes, calls):
 
 
 @jit
+def _mixed(p, g, state, h, flags):
+    n = (g * 4.0).to(tl.int32)
+    return p - n * g - tl.where(g > 0, n, p * 0.5), ()
+
+
+def test_an_integer_beside_a_float_becomes_one():
+    rule, values = Rule(update=_mixed, hyper=()), torch.linspace(-3.0, 3.0, 100)
+    ours, theirs = (
+        updated(backend, rule, (), [values, values.flip(0)], (), (1.0, 1.0), 0.0)
+        for backend in (Compiled(), Eager(host_sees=True))
+    )
+    assert same_bits(ours, theirs)
+
+
+@jit
 def _inexact(p, g, state, h, flags):
     x = tl.exp(p) + tl.exp2(p) + tl.log(1.0 + g * g) + tl.log2(1.0 + g * g)
     return x + tl.sin(g) * tl.cos(p) + tl.sigmoid(g) * power(1.0 + p * p, h[0]), ()
