@@ -257,7 +257,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
         checked = ours.decision_of_step is not None
         return f"{which}, {'checked after each evaluation' if checked else 'unchecked'}"
     skip_policy: Any = ours.skip_policy
-    if mode == "transaction" and skip_policy.mode == mode:
+    if skip_policy.mode == "transaction":
         added = ". It added state, so the host looked at the overflow flag"
         return (
             f"{which}, as a transaction: taken, and undone on the device if it overflowed"

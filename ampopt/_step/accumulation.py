@@ -201,6 +201,7 @@ class Accumulation(RefersToOptimizer):
                 self._rows.clear()  # they have the sums of removed parameters
                 ids = set(map(id, sums))
                 self._latest = {key: grad for key, grad in self._latest.items() if key in ids}
+                self._sums_at = {id(total): self._sums_at[id(total)] for total in sums.values()}
             device = device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:

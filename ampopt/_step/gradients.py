@@ -1,5 +1,6 @@
 """The gradients of an optimizer: which parameters have one, and the tensor with its values."""
 
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ __all__ = [
     "UNDERFLOWING",
     "ParamWithGrad",
     "check_gradient",
+    "grad_of",
     "name_at",
     "name_of",
     "offenders",
@@ -28,6 +30,9 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+grad_of: Any = operator.attrgetter("grad")
+"""The gradient of a tensor: ``map`` takes half the time of a comprehension over hundreds."""
 
 _DTYPES = frozenset(
     {

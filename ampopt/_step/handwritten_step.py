@@ -54,7 +54,7 @@ class HandwrittenStep(StepStrategy):
             own_step: whether its class overrides the ``step`` that the next three arguments
                 describe, so that they do not apply.
             make_state: ``make_state(optimizer, param)`` creates the state of a parameter with the
-                values it has before the first step. With it, every step can be rolled back.
+                values it has before the first step. With it, no step adds state.
             never_written: keys of state tensors that the step replaces, and never writes in place
                 (see :class:`Snapshot`).
             step_has_collectives: whether the step works on whole ``DTensor``s, and so calls

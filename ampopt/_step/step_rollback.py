@@ -65,8 +65,8 @@ class SkipPolicy:
         self.on_accelerator: SkipPolicy | None = None
         self._mode_is_fixed = mode_is_fixed
         self._growths = 0
-        self._state: PythonState | None = None  # kept, as both take long to make anew
-        self._copies = StorageCopies([])
+        # Of the last step, as both take long to make anew.
+        self._kept: tuple[PythonState, StorageCopies] | None = None
         drop_in_collections(self)
 
     def step(
@@ -85,9 +85,9 @@ class SkipPolicy:
         """
         self.has_read_flag = self.mode == "host"
         if self.mode == "transaction":
-            state = self._python_state(optimizer)
+            state, copies = self._fitting(optimizer)
             if state.hidden_object is None or self._mode_is_fixed:
-                return True, self._transact(optimizer, step, decision.skip > 0, state)
+                return True, self._transact(optimizer, step, decision.skip > 0, state, copies)
             self._read_flag_first(
                 optimizer, f"has state that cannot be inspected: {state.hidden_object}"
             )
@@ -97,15 +97,15 @@ class SkipPolicy:
 
     def drop_stale(self) -> None:
         """Drop the snapshot if an object in it was replaced, so that its memory is free."""
-        if self._state is not None and not self._state.is_current():
-            self._state, self._copies = None, StorageCopies([])
+        if self._kept is not None and not self._kept[0].is_current():
+            self._kept = None
 
-    def _python_state(self, optimizer: torch.optim.Optimizer) -> PythonState:
-        """A snapshot of the Python state: that of the last step, if only numbers have changed."""
-        if self._state is None or not self._state.retake():
-            self._state = PythonState(optimizer)
-            self._copies = StorageCopies(self._state.tensors)
-        return self._state
+    def _fitting(self, optimizer: torch.optim.Optimizer) -> tuple[PythonState, StorageCopies]:
+        """A snapshot and its copies: those of the last step, if only numbers have changed."""
+        if self._kept is None or not self._kept[0].retake():
+            state = PythonState(optimizer)
+            self._kept = state, StorageCopies(state.tensors)
+        return self._kept
 
     def _transact(
         self,
@@ -113,12 +113,13 @@ class SkipPolicy:
         step: Callable[[], Any],
         skip: Tensor,
         state: PythonState,
+        copies: StorageCopies,
     ) -> Any:
         """Step, and undo every write where ``skip`` is true.
 
         Synchronizes only if the step raises, or changes something that is not a tensor.
         """
-        copies, result, failure = self._copies, None, None
+        result, failure = None, None
         copies.make()
         try:
             try:
@@ -160,7 +161,7 @@ class SkipPolicy:
     def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Choose the mode ``"host"``, and log the reason once."""
         self.mode, self.reason, self.has_read_flag = "host", reason, True
-        self._state, self._copies = None, StorageCopies([])
+        self._kept = None
         _log.info(
             "%s.step %s: before every step, the CPU waits to read the overflow flag",
             type(optimizer).__name__,

@@ -85,10 +85,10 @@ def test_a_collection_frees_what_was_replaced(made):
 def test_a_collection_leaves_alone_what_the_next_step_needs(made):
     optimizer = made()
     ours = optimizer._ampopt
-    kept = ours.runner.plan if ours.runner else ours.skip_policy._state
+    kept = ours.runner.plan if ours.runner else ours.skip_policy._kept
     gc.collect()
     step(optimizer)
-    assert (ours.runner.plan if ours.runner else ours.skip_policy._state) is kept
+    assert (ours.runner.plan if ours.runner else ours.skip_policy._kept) is kept
 
 
 @EACH
