@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.native.build import cpp_compiler
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
+_NOT_OF_SMALL = (
+    *("optimizer", "contender", "workload", "dtype", "threads", "clock"),
+    *("plot", "elements", "sizes", "masters", "changing"),
+)
+"""Options that ``--small`` would ignore, and refuses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
         parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
+    given = (name for name in _NOT_OF_SMALL if getattr(options, name) != parser.get_default(name))
+    if options.small and (name := next(given, None)):
+        parser.error(f"--small has its own steps, on one thread: leave out --{name}")
     if options.masters and options.dtype not in ("bfloat16", "float16"):
         parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
     names = contenders.names(device, options.masters)
@@ -72,7 +81,9 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     if options.small:
         time = "of CPU time on one thread" if device.type == "cpu" else "until a step returns"
         print(f"\nmicroseconds {time}, medians; float32 tensors of 64 elements:")
-        print(small.table(small.measure(device, rounds=options.repeats, seconds=options.seconds)))
+        small_rows = small.measure(device, rounds=options.repeats, seconds=options.seconds)
+        print(small.table(small_rows))
+        _write_json(options, {"environment": about, "rows": [asdict(row) for row in small_rows]})
         return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
@@ -93,11 +104,16 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     bench_rows = _measure_all(measure, options, sizes, optimizers, device)
     _note("")
     _print(bench_rows, device)
-    if options.json:
-        text = json.dumps(report.as_json(bench_rows, about, speed), indent=1)
-        Path(options.json).write_text(text + "\n")
+    rows_as_dicts = [row.as_dict() for row in bench_rows]
+    _write_json(options, {"environment": about, "bandwidth": speed, "rows": rows_as_dicts})
     if options.plot:
         plot(bench_rows, options.plot)
+
+
+def _write_json(options: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Write the figures to the file of ``--json``: times in seconds, bandwidths in bytes/s."""
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _measure_all(

@@ -13,7 +13,7 @@ from ampopt.bench.contenders import FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
 from ampopt.environment import cpu_model, version_of
 
-__all__ = ["as_json", "costs", "environment", "memory", "table"]
+__all__ = ["costs", "environment", "memory", "table"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -37,17 +37,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     return conditions
 
 
-def as_json(
-    rows: Sequence[BenchRow], about: dict[str, Any], bandwidth: float | None
-) -> dict[str, Any]:
-    """All results; times in seconds, bandwidths in bytes per second."""
-    return {
-        "environment": about,
-        "bandwidth": bandwidth,
-        "rows": [row.as_dict() for row in rows],
-    }
-
-
 def table(rows: Sequence[BenchRow]) -> str:
     """Table of milliseconds per step: median, and half of the interquartile range.
 
@@ -58,8 +47,7 @@ def table(rows: Sequence[BenchRow]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
     head = ["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor"]
     has_masters = FLOAT32 in columns
-    has_doubts = any(row.doubt is not None for row in rows)
-    lines = [[*head, *["/float32"] * has_masters, *["doubt"] * has_doubts]]
+    lines = [[*head, *["/float32"] * has_masters]]
     for row in rows:
         cells = [row.optimizer, row.workload, "yes" if row.clip else "no"]
         for name in columns:
@@ -68,9 +56,8 @@ def table(rows: Sequence[BenchRow]) -> str:
         shares = [row.ratio, row.ratio_of_least, row.to_floor]
         shares += [row.ratio_to_float32] * has_masters
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
-        cells += [row.doubt or "-"] * has_doubts
         lines.append(cells)
-    return _as_columns(lines, left=(0, 1, 2, len(lines[0]) - 1) if has_doubts else (0, 1, 2))
+    return _as_columns(lines, left=(0, 1, 2))
 
 
 def costs(rows: Sequence[BenchRow]) -> str:

@@ -39,7 +39,6 @@ class BenchRow:
         missing: for each contender that did not run, the reason.
         costs: on a GPU, the costs of each contender that ran.
         unknown: other quantities that could not be measured, and the reason.
-        doubt: why the times must not be relied on; ``None`` if they may be.
         allocated: bytes of parameters, gradients and states with each contender; see
             :func:`ampopt.bench.count.bytes_allocated`.
     """
@@ -56,7 +55,6 @@ class BenchRow:
     missing: dict[str, str]
     costs: dict[str, DeviceCost] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    doubt: str | None = None
     allocated: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -12,13 +12,11 @@ __all__ = [
     "ASKED_FOR",
     "SCALE",
     "WORKLOADS",
-    "SHARDED",
     "Gradients",
     "Workload",
     "make",
     "of",
     "powers_of_two",
-    "squares",
 ]
 
 SCALE = 2.0**16
@@ -77,11 +75,6 @@ def powers_of_two() -> list[Workload]:
     ]
 
 
-def squares(width: int) -> Workload:
-    """50 square matrices, as in a sharded model."""
-    return Workload(f"50 x {width}^2", ((width, width),) * 50)
-
-
 def _large(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
     """A few tensors whose states no cache can hold: 16 Mi elements in 8; on a GPU 1e9 in 16."""
     elements, tensors = (16 << 20, 8) if on_cpu else (10**9, 16)
@@ -117,9 +110,6 @@ def _matrices(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
     """The matrices of a small transformer, of two shapes, for optimizers that need matrices."""
     return ((256, 256),) * 24 + ((1024, 256),) * 12
 
-
-SHARDED = (squares(64), squares(512))
-"""For steps on several ranks: small matrices, and large ones."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
 CHANGING = 0.25

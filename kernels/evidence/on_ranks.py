@@ -27,10 +27,13 @@ from ampopt.bench import contenders, report, rows, workloads
 from ampopt.bench.measure import Times, interleaved, reason, warmed
 from ampopt.bench.rows import BenchRow
 
-__all__ = ["NAMES", "Processes", "main", "measure"]
+__all__ = ["NAMES", "SHARDED", "Processes", "main", "measure"]
 
 NAMES = ("foreach", "fused", contenders.AMPOPT)
 """The contenders measured; torch's for-loop is omitted, it handles DTensors slowly in Python."""
+
+SHARDED = [workloads.Workload(f"50 x {n}^2", ((n, n),) * 50) for n in (64, 512)]
+"""The matrices of a small sharded model, and of a large one."""
 
 _PATIENCE = timedelta(seconds=60)
 """Timeout of collectives."""
@@ -203,20 +206,20 @@ def measure(
             clip=clip,
             times={name: Times(**times) for name, times in result["times"].items()},
             missing=result["missing"],
-            doubt=_doubt(result),
+            unknown=_doubts(result),
         )
         for clip, result in zip((False, True), results, strict=True)
     ]
 
 
-def _doubt(result: Mapping[str, Any]) -> str | None:
-    """Why the times must not be relied on; ``None`` if they may be."""
+def _doubts(result: Mapping[str, Any]) -> dict[str, str]:
+    """Why the times must not be relied on; empty if they may be."""
     rounds = min((times["rounds"] for times in result["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
-        return f"{rounds} of {_ENOUGH_ROUNDS} rounds"
+        return {"times": f"{rounds} of {_ENOUGH_ROUNDS} rounds"}
     if result["waited"] > _CALM:
-        return f"{result['waited']:.0%} of the time without a core"
-    return None
+        return {"times": f"{result['waited']:.0%} of the time without a core"}
+    return {}
 
 
 def _times(
@@ -362,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cpu, dtype = torch.device("cpu"), getattr(torch, options.dtype)
     about = {**report.environment(cpu), "dtype": options.dtype, "ranks": options.ranks}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    sizes = [workloads.of(n) for n in options.elements or ()] or workloads.SHARDED
+    sizes = [workloads.of(n) for n in options.elements or ()] or SHARDED
     jobs = list(itertools.product(sizes, options.optimizer or names))
     bench_rows: list[BenchRow] = []
     with Processes(options.ranks, options.seconds) as processes:
@@ -374,14 +377,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except Exception as error:  # keep the rows measured so far
                 bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
     print(f"\nmilliseconds a step:\n{report.table(bench_rows)}")
-    for line in sorted(
-        {f"{r.optimizer}, {n}: {why}" for r in bench_rows for n, why in r.missing.items()}
-    ):
+    notes = {
+        f"{row.optimizer}, {name}: {why}"
+        for row in bench_rows
+        for name, why in {**row.missing, **row.unknown}.items()
+    }
+    for line in sorted(notes):
         print(line)
     if options.json:
-        options.json.write_text(
-            json.dumps(report.as_json(bench_rows, about, None), indent=1) + "\n"
-        )
+        figures = {"environment": about, "rows": [row.as_dict() for row in bench_rows]}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

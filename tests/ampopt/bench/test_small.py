@@ -1,5 +1,7 @@
 """The table of small steps has a row for each case, and refuses what it cannot measure."""
 
+import json
+
 import pytest
 from support.gpus import DEVICE, needs_gpu
 from support.preloaded import python_path
@@ -8,7 +10,7 @@ from ampopt.bench import __main__ as bench
 from ampopt.bench import small
 
 
-def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, with_torch):
+def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, with_torch, tmp_path):
     """Also first steps, in processes of their own; here, in forks of one that has torch."""
 
     def run(command, env, **_):
@@ -16,9 +18,10 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
 
     monkeypatch.setattr(small.subprocess, "run", run)
     monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
-    bench.main(
-        ["--small", "--device", "cpu", "--backend", "eager", "--repeats", "1", "--seconds", "0.1"]
-    )
+    path = tmp_path / "figures.json"
+    few = ["--repeats", "1", "--seconds", "0.1", "--json", str(path)]
+    bench.main(["--small", "--device", "cpu", "--backend", "eager", *few])
+    figures = json.loads(path.read_text())
     lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()[4:]]
     assert [(line[0], *line[5:]) for line in lines] == [
         *(("1",), ("2",), ("4",), ("5",)),
@@ -34,6 +37,21 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
     for count, torchs, ours, ratio, each, *_ in lines:
         assert float(ratio) == pytest.approx(float(ours) / float(torchs), rel=0.1, abs=0.001)
         assert float(each) == pytest.approx(float(ours) / int(count), rel=0.01)
+    assert figures["environment"]["backend"] == "eager"
+    for row, (count, torchs, ours, _, _, *what) in zip(figures["rows"], lines, strict=True):
+        assert (row["tensors"], row["what"]) == (int(count), "".join(what))
+        assert row["torchs"] == pytest.approx(1e-6 * float(torchs), rel=0.01, abs=1e-7)
+        assert row["ours"] == pytest.approx(1e-6 * float(ours), rel=0.01, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "option", [("optimizer", "SGD"), ("dtype", "float64"), ("masters",), ("plot", "p.png")]
+)
+def test_what_the_table_does_not_measure_is_refused(option, capsys):
+    name, *value = option
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--small", "--device", "cpu", f"--{name}", *value])
+    assert f"leave out --{name}" in capsys.readouterr().err
 
 
 @needs_gpu(with_real="clocks")
