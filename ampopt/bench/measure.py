@@ -1,5 +1,6 @@
 """How steps are timed: interleaved, warm, each on fresh gradients, with garbage collection off."""
 
+import functools
 import gc
 import os
 import statistics
@@ -8,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -100,21 +100,14 @@ class Times:
     @staticmethod
     def of(times: list[float], hosts: list[float]) -> "Times":
         """Summarize the times of all rounds."""
-        low, median, high = _quartiles(times)
+        quarters = torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
+        low, median, high = torch.tensor(times, dtype=torch.float64).quantile(quarters).tolist()
         return Times(median, low, high, min(times), len(times), statistics.median(hosts))
 
     @property
     def spread(self) -> float:
         """Half of the interquartile range."""
         return (self.high - self.low) / 2
-
-
-def _quartiles(times: list[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile."""
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, median, high
 
 
 def warmed(step: Callable[[], object], restore: Callable[[], None]) -> None:
@@ -126,7 +119,7 @@ def warmed(step: Callable[[], object], restore: Callable[[], None]) -> None:
 
 def interleaved(
     steps: Mapping[str, Callable[[], object]],
-    restore: Callable[[], None],
+    restore: Callable[[str], object],
     device: torch.device,
     *,
     rounds: int,
@@ -134,7 +127,6 @@ def interleaved(
     clock: str = "wall",
     failures: dict[str, str] | None = None,
     goes_on: Callable[[], bool] | None = None,
-    restores: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> dict[str, Times]:
     """Time ``steps`` in turn, so that what slows the machine down slows all of them.
 
@@ -143,7 +135,7 @@ def interleaved(
 
     Args:
         steps: warm steps, by name.
-        restore: function that restores the gradients.
+        restore: function that restores the gradients of the step of a name.
         device: device of the tensors.
         rounds: maximum number of rounds.
         seconds: time after which no round starts, except that the first three always run, if
@@ -152,7 +144,6 @@ def interleaved(
         failures: dict that gets the reason for each step that raises; the other steps continue.
             ``None`` lets the exception through.
         goes_on: function called after each round; it returns whether another round starts.
-        restores: for steps with gradients of their own, what to call in place of ``restore``.
 
     Returns:
         The times of each step that did not raise.
@@ -160,7 +151,7 @@ def interleaved(
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
     hosts: dict[str, list[float]] = {name: [] for name in order}
-    timer = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device, restore)
+    timer = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device)
     with _no_collection():
         end = time.perf_counter() + seconds
         for n_done in range(rounds):
@@ -170,9 +161,10 @@ def interleaved(
                 break
             first = n_done % max(1, len(order))
             for name in order[first:] + order[:first]:
-                restores.get(name, restore)()
+                own_restore = functools.partial(restore, name)
+                own_restore()
                 try:
-                    seconds_taken, host = timer(steps[name])
+                    seconds_taken, host = timer(steps[name], own_restore)
                 except Exception as error:
                     if failures is None:
                         raise
@@ -192,12 +184,14 @@ def reason(error: Exception) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def _on_cpu(
-    clock: Callable[[], Callable[[], float]],
-) -> Callable[[Callable[[], object]], tuple[float, float]]:
+_Timer = Callable[[Callable[[], object], Callable[[], object]], tuple[float, float]]
+"""Function of a step and of what restores its gradients; returns device time and host time."""
+
+
+def _on_cpu(clock: Callable[[], Callable[[], float]]) -> _Timer:
     """A timer by ``clock``, whose device time is the host time."""
 
-    def timer(step: Callable[[], object]) -> tuple[float, float]:
+    def timer(step: Callable[[], object], restore: Callable[[], object]) -> tuple[float, float]:
         since = clock()
         step()
         elapsed = since()
@@ -206,13 +200,11 @@ def _on_cpu(
     return timer
 
 
-def _on_cuda(
-    device: torch.device, restore: Callable[[], None]
-) -> Callable[[Callable[[], object]], tuple[float, float]]:
+def _on_cuda(device: torch.device) -> _Timer:
     """Return a timer that runs a step twice: once for host time, once for device time."""
     flush = torch.empty(_L2, dtype=torch.int8, device=device)
 
-    def timer(step: Callable[[], object]) -> tuple[float, float]:
+    def timer(step: Callable[[], object], restore: Callable[[], object]) -> tuple[float, float]:
         host = host_seconds(step, device)
         restore()
         flush.zero_()

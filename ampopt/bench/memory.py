@@ -50,5 +50,5 @@ class Streams:
 def bandwidth(device: torch.device, clock: str = "wall") -> float | None:
     """Measure the memory bandwidth now, in bytes per second, with nothing else running."""
     streams = Streams.on(device)
-    times = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)
+    times = interleaved(streams.steps, lambda _: None, device, rounds=20, seconds=5.0, clock=clock)
     return streams.bandwidth(times)

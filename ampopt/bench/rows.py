@@ -1,5 +1,6 @@
 """One row of the table: an optimizer on a workload, with all contenders."""
 
+import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -146,19 +147,22 @@ def measure(
     absent = workloads.CHANGING if changing else 0.0
     gradients = workloads.Gradients(params, absent)
     wide = workload.parameters(torch.float32, device) if masters else []
-    restores = {contenders.FLOAT32: workloads.Gradients(wide, absent).restore} if masters else {}
+    wide_gradients = workloads.Gradients(wide, absent)
+
+    def restore(name: str) -> None:
+        (wide_gradients if name == contenders.FLOAT32 else gradients).restore()
+
     contestants: list[contenders.Contender] = []
     failures: dict[str, str] = {}
     allocated: dict[str, int] = {}
     n_bytes = 0
     for name in only or contenders.names(device, masters):
-        own_params, restore = params, gradients.restore
-        if name in restores:
-            own_params, restore = wide, restores[name]
+        own_params = wide if name == contenders.FLOAT32 else params
+        own_restore = functools.partial(restore, name)
         try:
             contender = contenders.enter(name, optimizer, own_params, masters)
-            warmed(contender.step, restore)
-            warmed(contender.clipped_step, restore)
+            warmed(contender.step, own_restore)
+            warmed(contender.clipped_step, own_restore)
         except Exception as error:  # a third-party optimizer may raise anything
             failures[name] = reason(error)
             continue
@@ -175,13 +179,12 @@ def measure(
         steps = {c.name: c.clipped_step if clip else c.step for c in contestants}
         times = interleaved(
             {**steps, **({} if streams is None else streams.steps)},
-            gradients.restore,
+            restore,
             device,
             rounds=rounds,
             seconds=seconds / 2,
             clock=clock,
             failures=missing,
-            restores=restores,
         )
         for name in streams.steps if streams is not None else ():
             if name in missing:
@@ -189,7 +192,8 @@ def measure(
         costs = {}
         for name in [n for n in steps if n in times] if device.type == "cuda" else ():
             try:
-                costs[name] = device_cost(steps[name], gradients.restore, device)
+                own_restore = functools.partial(restore, name)
+                costs[name] = device_cost(steps[name], own_restore, device)
             except Exception as error:
                 unknown[f"costs of {name}"] = reason(error)
         rows.append(

@@ -123,12 +123,11 @@ def _steps(device: torch.device, what: str, count: int, *, rounds: int, seconds:
         warmed(steps[name], restores[name])
     times = interleaved(
         steps,
-        gradients.restore,
+        lambda name: restores[name](),
         device,
         rounds=rounds,
         seconds=seconds,
         clock="cpu",
-        restores=restores,
     )
     return SmallRow(what, count, times[_TORCHS].host, times[contenders.AMPOPT].host)
 

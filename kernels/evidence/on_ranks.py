@@ -284,7 +284,7 @@ def _times(
             end = min(until, start + seconds / 2)
             times = interleaved(
                 steps,
-                restore,
+                lambda _: restore(),
                 device,
                 rounds=rounds,
                 goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,

@@ -206,7 +206,7 @@ def test_the_processors_time_is_less_than_what_passes():
     times = {
         clock: measure.interleaved(
             {"sleep": lambda: time.sleep(0.02)},
-            lambda: None,
+            lambda _: None,
             CPU,
             rounds=1,
             seconds=0.0,
@@ -229,7 +229,7 @@ def test_the_busiest_of_several_threads_is_timed():
         times = {
             clock: measure.interleaved(
                 {"work": lambda: pool.submit(work).result()},
-                lambda: None,
+                lambda _: None,
                 CPU,
                 rounds=1,
                 clock=clock,
@@ -414,13 +414,13 @@ def test_rounds_are_interleaved_and_begin_with_restored_gradients():
     happened = []
     times = measure.interleaved(
         {name: lambda name=name: happened.append(name) for name in "ab"},
-        lambda: happened.append("restore"),
+        lambda name: happened.append(f"restore {name}"),
         CPU,
         rounds=3,
         seconds=0.0,
     )
-    assert [h for h in happened if h != "restore"] == ["a", "b", "b", "a", "a", "b"]
-    assert happened[::2] == ["restore"] * 6
+    assert happened[1::2] == ["a", "b", "b", "a", "a", "b"]
+    assert happened[::2] == [f"restore {name}" for name in happened[1::2]]
     assert times["a"].rounds == 3
 
 
@@ -471,9 +471,11 @@ def test_host_and_device_are_timed_apart(monkeypatch, host, device):
         for _ in range(4):
             gpu.queue(device / 4, host / 4)
 
-    timed = measure._on_cuda(torch.device("cuda"), lambda: restored.append(gpu.queue(0.125)))
+    timed = measure._on_cuda(torch.device("cuda"))
     for _ in range(2):
-        assert timed(step) == pytest.approx((device, host))
+        assert timed(step, lambda: restored.append(gpu.queue(0.125))) == pytest.approx(
+            (device, host)
+        )
     assert len(restored) == 2  # each time before the second step, outside of its time
 
 
