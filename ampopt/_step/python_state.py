@@ -54,7 +54,6 @@ _ATOMS = (
     logging.Logger,
     torch.Event,
     torch.Stream,
-    types.BuiltinFunctionType,
     types.ModuleType,
     weakref.ref,
     *([torch.distributed.ProcessGroup] if torch.distributed.is_available() else []),
@@ -64,6 +63,9 @@ _GUARDED = frozenset({list, dict, defaultdict})
 """Types of containers whose elements an :class:`IdentityGuard` compares."""
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors whose attributes no class of a user's own holds or replaces."""
+
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 @dataclass
@@ -123,7 +125,8 @@ class PythonState:
 
     It covers all objects that are reachable from the optimizer through its state, param groups and
     attributes, and the random generators of Python, NumPy and torch; of tensors, their identity and
-    layout, not their contents. It does not cover globals and class attributes.
+    layout, not their contents. It does not cover globals, class attributes, and objects that are
+    reachable only by weak references.
 
     Attributes:
         tensors: the strided tensors that were found, ``DTensor``s as their local shards.
@@ -231,7 +234,8 @@ class PythonState:
                 for name, part in attributes.items():
                     if not isinstance(part, _ATOMS):
                         self._add(part, f"{what}.{name}")
-            elif kind is None and not isinstance(value, Tensor):
+            is_open = kind is not None or isinstance(value, Tensor)
+            if not is_open and (attributes is None or _hides_memory(type(value))):
                 self.hidden_object = self.hidden_object or f"{what}, a {type(value).__name__}"
 
     def _bound(self, function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -378,6 +382,17 @@ def _attributes(owner: Any) -> dict[str, Any] | None:
     return attributes | {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
 
 
+@functools.lru_cache(maxsize=256)
+def _hides_memory(cls: type) -> bool:
+    """Whether objects of ``cls`` hold more than attributes, as those of types written in C do.
+
+    ``copyreg`` refuses to pickle the same objects, also because of their size.
+    """
+    pointers = len(copyreg._slotnames(cls))  # type: ignore[attr-defined]
+    pointers += (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__basicsize__ > object.__basicsize__ + pointers * _POINTER or cls.__itemsize__ > 0
+
+
 def _set_attributes(owner: Any, was: dict[str, Any]) -> None:
     """Set the attributes of ``owner`` to what :func:`_attributes` returned."""
     own, slots = getattr(owner, "__dict__", {}), _slots(owner)
@@ -395,6 +410,19 @@ def _set_attributes(owner: Any, was: dict[str, Any]) -> None:
 
 
 # --- contents -------------------------------------------------------------------------------------
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterable[tuple[Any, Any]]:
+    """The cells of the closure of ``function``, and the defaults of its arguments."""
+    defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+    return enumerate(chain(function.__closure__ or (), *defaults))
+
+
+def _owner(function: Any) -> Iterable[tuple[Any, Any]]:
+    """The object whose method the built-in ``function`` is, unless pybind11 made that object."""
+    owner = function.__self__
+    is_made = type(owner).__name__.startswith(("PyCapsule", "pybind11_"))
+    return () if is_made else enumerate((owner,))
 
 
 def _refill(container: Any, was: Any) -> None:
@@ -475,10 +503,18 @@ _KINDS = (
     _Kind((random.Random,), read=_python_state, write=lambda g, was: g.setstate(was.state)),
     _Kind((torch.Generator,), read=_torch_state, write=lambda g, was: g.set_state(was.state)),
     _Kind((types.MethodType,), lambda method: enumerate((method.__func__, method.__self__))),
-    _Kind((types.FunctionType,), lambda function: enumerate(function.__closure__ or ())),
+    _Kind((types.BuiltinFunctionType,), _owner),
+    _Kind((types.FunctionType,), _parts_of_function),
     _Kind((types.CellType,), lambda cell: enumerate(_contents(cell)), _contents, _fill),
     _Kind((functools.partial,), lambda p: enumerate((p.func, p.args, p.keywords))),
 )
+
+
+def _copy_to_array(array: Any, was: Any) -> None:
+    """Make a NumPy array equal to ``was``, in place, its shape too."""
+    if array.shape != was.shape:
+        array.resize(was.shape, refcheck=False)
+    array[...] = was
 
 
 def _kinds_of_numpy(numpy: Any) -> tuple[_Kind, ...]:
@@ -490,7 +526,7 @@ def _kinds_of_numpy(numpy: Any) -> tuple[_Kind, ...]:
             (numpy.ndarray,),
             lambda array: enumerate(array.ravel().tolist() if array.dtype.hasobject else ()),
             numpy.copy,
-            numpy.copyto,
+            _copy_to_array,
         ),
         _Kind((states,), read=lambda s: s.get_state(legacy=False), write=states.set_state),
         _Kind(
@@ -521,7 +557,7 @@ def _generators(devices: Iterable[torch.device]) -> dict[Any, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found[numpy.random.mtrand._rand] = "NumPy's random state"
-    for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
+    for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
         generators = getattr(torch.get_device_module(device), "default_generators", ())
         if generators and not captures(device):  # during capture a CUDA graph owns the generator
             found[generators[device.index]] = f"the random state of {device}"

@@ -19,6 +19,7 @@ __all__ = [
     "Attribute",
     "InGroup",
     "InState",
+    "InStorage",
     "Iterating",
     "Noise",
     "Sparse",
@@ -93,6 +94,22 @@ def add_one(array: Any) -> None:
     array += 1
 
 
+def counter_in_default() -> Callable[[], int]:
+    def counted(numbers: Any = [0]) -> int:  # noqa: B006
+        numbers[0] += 1
+        return numbers[0]
+
+    return counted
+
+
+def counter_in_keyword() -> Callable[[], int]:
+    def counted(*, numbers: Any = [0]) -> int:  # noqa: B006
+        numbers[0] += 1
+        return numbers[0]
+
+    return counted
+
+
 HELD = (
     holding("InArray", lambda: np.zeros(3), add_one),
     holding("InDeque", lambda: deque([1, 2], maxlen=2), lambda x: x.append(len(x) + x[-1])),
@@ -104,6 +121,10 @@ HELD = (
     holding("InObject", lambda: types.SimpleNamespace(count=0), increment),
     holding("InSlots", Slotted, increment),
     holding("InClosure", counter, lambda x: x()),
+    holding("InDefault", counter_in_default, lambda x: x()),
+    holding("InKeyword", counter_in_keyword, lambda x: x()),
+    holding("InSizeOfArray", lambda: np.ones(2), lambda x: x.resize(len(x) + 1, refcheck=False)),
+    holding("BoundMethod", lambda: random.Random(3).random, lambda x: x()),
     holding("OwnGenerator", torch.Generator, lambda x: torch.rand(2, generator=x)),
     holding("OwnPythonGenerator", lambda: random.Random(3), lambda x: x.gauss(0, 1)),
     holding("OwnNumpyGenerator", lambda: np.random.default_rng(3), lambda x: x.random()),
@@ -175,6 +196,17 @@ class Iterating(Foreach):
         super().update(params)
 
 
+class InStorage(Foreach):
+    """Holds memory that is no tensor, of a type that is written in C."""
+
+    def begin(self):
+        self.held = torch.zeros(2).untyped_storage()
+
+    def update(self, params):
+        torch.empty(0).set_(self.held).add_(1.0)  # pyright: ignore[reportArgumentType]
+        super().update(params)
+
+
 class Sometimes(Foreach):
     """Counts on the host in every third step only."""
 
@@ -188,7 +220,7 @@ class Sometimes(Foreach):
 
 HOST_TOO = (
     InGroup, InState, Attribute, *HELD, Noise, Replaced, NewMemory, Resized, Sparse, Wrapping,
-    Iterating, Sometimes,
+    Iterating, InStorage, Sometimes,
 )  # fmt: skip
 
 
@@ -229,7 +261,12 @@ def frozen(value: Any) -> Any:
     if isinstance(value, types.SimpleNamespace):
         return frozen(vars(value))
     if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return frozen([*cells, value.__defaults__, value.__kwdefaults__])
+    if isinstance(value, types.BuiltinMethodType):
+        return frozen(value.__self__)
+    if isinstance(value, torch.UntypedStorage):
+        return value.tolist()
     if isinstance(value, torch.optim.Optimizer):
         return frozen([value.param_groups, list(value.state.values())])
     if isinstance(value, Tensor):

@@ -207,3 +207,11 @@ def test_objects_that_refer_to_each_other_are_visited_once():
     optimizer.held = [optimizer]
     optimizer.held.append(optimizer.held)
     assert PythonState(optimizer).changed_object() is None
+
+
+def test_a_tensor_on_the_meta_device_does_not_matter():
+    optimizer, _ = made(Foreach)
+    optimizer.held = torch.empty(2, device="meta")
+    host = PythonState(optimizer)
+    optimizer.held.add_(1)
+    assert host.hidden_object is None and host.changed_object() is None and host.retake()

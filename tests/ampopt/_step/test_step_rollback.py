@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.host_state_optimizers import HOST_TOO, Iterating, Sparse, seen
+from support.host_state_optimizers import HOST_TOO, InStorage, Iterating, Sparse, seen
 from support.strategies import fewer
 from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, set_gradients
 from support.training_loops import INF
@@ -79,7 +79,7 @@ BETWEEN = (halve_rate, cycle_betas, note, draw_numbers, move_memory, replace_sta
 
 
 # Authors of the others must not ask for it.
-ASKED = [cls for cls in HOST_TOO if cls not in (Sparse, Iterating)]
+ASKED = [cls for cls in HOST_TOO if cls not in (Sparse, Iterating, InStorage)]
 
 
 @pytest.mark.parametrize(
