@@ -75,6 +75,11 @@ class Blueprint(_ReprIsCall):
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is finite."""
+        return bool(self._contiguous.isfinite().all())
+
     @functools.cached_property
     def _contiguous(self) -> Tensor:
         """The tensor in its dtype and shape, before its layout."""
@@ -177,14 +182,17 @@ class History(_ReprIsCall):
     Attributes:
         params: blueprints of the parameters.
         steps: for each step, a tuple with one gradient blueprint or ``None`` for each parameter.
-        overflows: for each step, whether one of its gradients is non-finite.
         groups: indices of the parameters that begin a further param group.
     """
 
     params: tuple[Blueprint, ...]
     steps: tuple[tuple[Blueprint | None, ...], ...]
-    overflows: tuple[bool, ...]
     groups: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def overflows(self) -> tuple[bool, ...]:
+        """For each step, whether one of its gradients is non-finite."""
+        return tuple(any(grad and not grad.is_finite for grad in step) for step in self.steps)
 
     def build(self) -> list[Parameter]:
         """Build the parameters."""
@@ -200,7 +208,7 @@ class History(_ReprIsCall):
     def without_overflows(self) -> "History":
         """A history of the steps that do not overflow."""
         steps = [step for step, bad in zip(self.steps, self.overflows, strict=True) if not bad]
-        return replace(self, steps=tuple(steps), overflows=(False,) * len(steps))
+        return replace(self, steps=tuple(steps))
 
     def of_params(self, order: Sequence[int]) -> "History":
         """A history of the parameters with the indices ``order``."""

@@ -14,10 +14,9 @@ import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits
 from ampopt.testing.blueprints import History, Scale, set_gradients
 from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.examples import ending_well, finite, ways
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt.testing.pretended_device import as_on_a_device
-from ampopt.testing.scaling import finite
-from ampopt.testing.skipping import ending_well, ways
 from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
 
 __all__ = ["Calls"]
@@ -129,8 +128,8 @@ class Calls(Claims):
     @invariant(
         claim=("plain_steps", "checkpoints"),
         history=lambda cls: cls.histories(overflows=False, max_steps=3),
-        at=lambda _: st.integers(0, 3),
-        lr=lambda _: st.sampled_from([0.25, 0.03125]),
+        at=st.integers(0, 3),
+        lr=st.sampled_from([0.25, 0.03125]),
         way=ways,
     )
     def test_a_new_learning_rate_is_that_of_the_next_step(
@@ -163,7 +162,7 @@ class Calls(Claims):
     @invariant(
         claim=("plain_steps", "independent_parameters", "several_groups"),
         history=lambda cls: cls.histories(overflows=False, max_steps=3),
-        lrs=lambda _: st.permutations([0.5, 0.125, 0.03125]),
+        lrs=st.permutations([0.5, 0.125, 0.03125]),
     )
     def test_each_group_has_its_own_learning_rate(
         self, make: Any, history: History, lrs: list[float]
@@ -207,8 +206,8 @@ class Calls(Claims):
     @invariant(
         claim=("plain_steps", "grad_scaler", "dense_gradients"),
         history=lambda cls: ending_well(cls, absent=False),
-        unscale_first=lambda _: st.booleans(),
-        exponent=lambda _: st.integers(-4, 8),
+        unscale_first=st.booleans(),
+        exponent=st.integers(-4, 8),
     )
     def test_a_loop_for_grad_scaler_gives_the_same(
         self, make: Any, history: History, unscale_first: bool, exponent: int

@@ -59,14 +59,14 @@ def {test}_again():
 """
 
 
-def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Callable[[Any], Any]) -> Any:
+def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Any) -> Any:
     """Mark a method ``test(self, make, **arguments)`` as an invariant of optimizers.
 
     Args:
         claim: names of attributes of :class:`Claims`. Where one of them is false, the test is
             reported as skipped, "not claimed".
-        arguments: for each argument of the method, a function from the contract class to the
-            Hypothesis strategy that draws it.
+        arguments: for each argument of the method, the Hypothesis strategy that draws it, or a
+            function from the contract class to one.
     """
     claims = (claim,) if isinstance(claim, str) else claim
 
@@ -300,7 +300,10 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                         hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
 
-        draws = {key: of(cls) for key, of in arguments.items()}
+        draws = {
+            key: drawn if isinstance(drawn, st.SearchStrategy) else drawn(cls)
+            for key, drawn in arguments.items()
+        }
         if cls.options is not None:
             draws["options"] = cls.options
         draws["on_device"] = st.sampled_from(cls.on_device)

@@ -77,20 +77,12 @@ class Problem:
             return optimizer.unscale_and_step(self.closure, grads_scaled_by=scale, **keywords)
 
 
-def exponents(_: Any) -> st.SearchStrategy[int]:
-    """Strategy of the exponents of scales."""
-    return st.integers(-20, 20)
-
-
-def any_way(_: Any) -> st.SearchStrategy[bool]:
-    """Strategy of whether a step is split into two calls."""
-    return st.booleans()
-
-
 class Closures(Claims):
     """A closure is run again with a smaller scale until its gradients are finite."""
 
-    @invariant(claim="closures", history=problems, exponent=exponents, split=any_way)
+    @invariant(
+        claim="closures", history=problems, exponent=st.integers(-20, 20), split=st.booleans()
+    )
     def test_a_scale_changes_nothing_for_a_closure(
         self, make: Any, history: History, exponent: int, split: bool
     ) -> None:
@@ -108,7 +100,7 @@ class Closures(Claims):
             assert not result.found_inf > 0
         assert_same_training(scaled.trained, plain.trained, "a scaled closure")
 
-    @invariant(claim=("closures", "plain_steps"), history=problems, exponent=exponents)
+    @invariant(claim=("closures", "plain_steps"), history=problems, exponent=st.integers(-20, 20))
     def test_a_closure_is_gradients_and_a_step(
         self, make: Any, history: History, exponent: int
     ) -> None:
@@ -131,9 +123,9 @@ class Closures(Claims):
     @invariant(
         claim="closures",
         history=problems,
-        limit=lambda _: st.integers(0, 6),
-        exponent=lambda _: st.integers(2, 8),
-        split=any_way,
+        limit=st.integers(0, 6),
+        exponent=st.integers(2, 8),
+        split=st.booleans(),
     )
     def test_a_replay_is_a_start_with_the_smaller_scale(
         self, make: Any, history: History, limit: int, exponent: int, split: bool
@@ -155,8 +147,8 @@ class Closures(Claims):
     @invariant(
         claim="closures",
         history=problems,
-        nan_at=lambda _: st.integers(1, 3),
-        split=any_way,
+        nan_at=st.integers(1, 3),
+        split=st.booleans(),
     )
     def test_a_failed_closure_changes_nothing(
         self, make: Any, history: History, nan_at: int, split: bool
@@ -180,9 +172,7 @@ class Closures(Claims):
         else:
             assert len(problem.scales) < problem.nan_at, "a NaN loss was stepped with"
 
-    @invariant(
-        claim="closures", history=problems, replays=lambda _: st.integers(0, 3), split=any_way
-    )
+    @invariant(claim="closures", history=problems, replays=st.integers(0, 3), split=st.booleans())
     def test_replays_end(self, make: Any, history: History, replays: int, split: bool) -> None:
         """A closure that always overflows is run ``max_replays`` times again, then the call raises.
 

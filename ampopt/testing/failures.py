@@ -1,12 +1,10 @@
 """Failures of a contract: the claims that would explain each, and a summary."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 
 from ampopt.testing.blueprints import Blueprint, History, number_of
 
@@ -83,9 +81,7 @@ def of_example(
     if isinstance(history, History):
         steps, params = len(history.steps), len(history.params)
         size, order = history.size, (sum(p.numel for p in history.params), params, steps)
-        # Numbers that the invariant draws itself cannot be drawn again.
-        if not any(isinstance(value, st.DataObject) for value in example.values()):
-            limits = _LIMITS
+        limits = _LIMITS
     in_few_bits = _in_full_precision(example) != example
     signed = {name: {**example, "signed": name} for name in positive if in_few_bits and limits}
     return explained(
@@ -150,9 +146,8 @@ def _with_elements(tensor: Blueprint) -> Blueprint:
 
 def _single(tensor: Blueprint) -> Blueprint:
     """``tensor`` in float32, if it is float64 and its numbers fit."""
-    most = torch.finfo(torch.float32).max
-    finite = (abs(x) for x in tensor.numbers if math.isfinite(abs(x)))
-    fits = tensor.dtype == torch.float64 and max(finite, default=0.0) <= most
+    largest = max(map(abs, tensor.numbers), default=0.0)
+    fits = tensor.dtype == torch.float64 and largest <= torch.finfo(torch.float32).max
     return replace(tensor, dtype=torch.float32) if fits else tensor
 
 
@@ -163,8 +158,8 @@ def _contiguous(tensor: Blueprint) -> Blueprint:
 
 
 def _small(tensor: Blueprint) -> Blueprint:
-    """``tensor`` with 1 in place of huge finite numbers."""
-    numbers = tuple(1.0 if _HUGE < abs(x) < math.inf else x for x in tensor.numbers)
+    """``tensor`` with 1 in place of huge numbers."""
+    numbers = tuple(1.0 if abs(x) > _HUGE else x for x in tensor.numbers)
     return replace(tensor, numbers=numbers)
 
 

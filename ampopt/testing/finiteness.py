@@ -5,17 +5,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+import ampopt
 from ampopt.testing.bits import element_at
-from ampopt.testing.blueprints import Blueprint, History, Scale
+from ampopt.testing.blueprints import Blueprint, History
 from ampopt.testing.claims import Claims, invariant
-from ampopt.testing.skipping import ways
-from ampopt.testing.training import Trained, train
+from ampopt.testing.examples import ways
+from ampopt.testing.training import start, step_by
 
 __all__ = ["Finiteness"]
 
 
 @st.composite
-def of_any_size(draw: st.DrawFn, cls: type[Claims]) -> History:
+def large_and_small(draw: st.DrawFn, cls: type[Claims]) -> History:
     """Strategy of finite trainings whose gradients are ordinary, large or small numbers."""
     history = draw(cls.histories(overflows=False))
     size = draw(st.sampled_from([1.0, 2.0**20, 2.0**-20]))
@@ -29,11 +30,7 @@ def of_any_size(draw: st.DrawFn, cls: type[Claims]) -> History:
 class Finiteness(Claims):
     """Steps on finite numbers, including zeros."""
 
-    @invariant(
-        claim=("plain_steps", "finite_steps"),
-        history=of_any_size,
-        way=ways,
-    )
+    @invariant(claim=("plain_steps", "finite_steps"), history=large_and_small, way=ways)
     def test_finite_gradients_leave_finite_parameters(
         self, make: Any, history: History, way: str
     ) -> None:
@@ -44,8 +41,9 @@ class Finiteness(Claims):
         are large. The next loss is NaN, every later step is skipped for its gradients, and the
         scale gets the blame.
         """
-
-        def after(index: int, trained: Trained) -> None:
+        trained = start(make, history)
+        for index, step in enumerate(history.steps):
+            step_by(trained, step, ampopt.StaticLossScale(2.0), way)
             for i, p in enumerate(trained.params):
                 bad = (~p.detach().isfinite()).nonzero()
                 if len(bad):
@@ -54,5 +52,3 @@ class Finiteness(Claims):
                         f"parameter {i}{element_at(at)} is {p[at].item()} after step {index}, "
                         "whose gradients were finite"
                     )
-
-        train(make, history, Scale("static", 2.0), way, after=after)

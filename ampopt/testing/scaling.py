@@ -12,28 +12,18 @@ from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import History, Scale, elements, set_gradients
 from ampopt.testing.claims import Claims, invariant, storing
-from ampopt.testing.skipping import assert_goes_on, ending_well, scales, ways
-from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
+from ampopt.testing.examples import ending_well, finite, scales, ways
+from ampopt.testing.training import (
+    WAYS,
+    assert_goes_on,
+    assert_same_training,
+    assert_scale_changes_nothing,
+    start,
+    step_by,
+    train,
+)
 
 __all__ = ["Scaling"]
-
-
-def finite(cls: type[Claims], **changes: Any) -> st.SearchStrategy[History]:
-    """Strategy of trainings without overflows, in which every step has a gradient."""
-    return cls.histories(overflows=False, **changes).filter(
-        lambda history: all(map(any, history.steps))
-    )
-
-
-def assert_scale_changes_nothing(make: Any, history: History, scale: Scale, way: str) -> None:
-    """Check that a training of the finite steps under ``scale`` equals one of plain steps."""
-    history = history.without_overflows()
-    assume(all(map(any, history.steps)))  # step() may act without gradients
-    assert_same_training(
-        train(make, history, scale, way),
-        train(make, history, way=None),
-        f"scaled by {scale.number} it differs from step() on unscaled gradients",
-    )
 
 
 class Scaling(Claims):
@@ -54,8 +44,8 @@ class Scaling(Claims):
     @invariant(
         claim="plain_steps",
         history=lambda cls: cls.histories(overflows=False, max_steps=1, kind="edge"),
-        scale=lambda _: strategies.any_scales(),
-        kind=lambda _: st.sampled_from(["number", "tensor", "static", "dynamic"]),
+        scale=strategies.any_scales(),
+        kind=st.sampled_from(["number", "tensor", "static", "dynamic"]),
     )
     def test_unscale_divides_gradients_by_the_scale(
         self, make: Any, history: History, scale: float, kind: Any
@@ -88,8 +78,8 @@ class Scaling(Claims):
 
     @invariant(
         claim="plain_steps",
-        history=lambda cls: ending_well(cls),
-        exponent=lambda _: st.integers(-20, 20),
+        history=ending_well,
+        exponent=st.integers(-20, 20),
     )
     def test_split_is_joined(self, make: Any, history: History, exponent: int) -> None:
         """``unscale`` and then ``step_after_unscale`` equals ``unscale_and_step``, scales included.
@@ -115,7 +105,7 @@ class Scaling(Claims):
 
     # --- clipping --------------------------------------------------------------------------------
 
-    @invariant(claim="plain_steps", history=finite, exponent=lambda _: st.integers(-20, 20))
+    @invariant(claim="plain_steps", history=finite, exponent=st.integers(-20, 20))
     def test_clipping_does_not_depend_on_the_scale(
         self, make: Any, history: History, exponent: int
     ) -> None:
@@ -138,8 +128,8 @@ class Scaling(Claims):
     @invariant(
         claim="plain_steps",
         history=lambda cls: finite(cls, max_steps=1, dtypes=(torch.float32,), absent=False),
-        norm=lambda _: st.integers(10, 14),
-        limit=lambda _: st.integers(-4, 16),
+        norm=st.integers(10, 14),
+        limit=st.integers(-4, 16),
     )
     def test_max_norm_is_clip_grad_norm(
         self, make: Any, history: History, norm: int, limit: int
@@ -173,9 +163,9 @@ class Scaling(Claims):
     @invariant(
         claim="plain_steps",
         history=lambda cls: cls.histories(absent=False),
-        floor=lambda _: st.integers(-3, 0),
-        ceiling=lambda _: st.integers(0, 3),
-        interval=lambda _: st.integers(1, 3),
+        floor=st.integers(-3, 0),
+        ceiling=st.integers(0, 3),
+        interval=st.integers(1, 3),
         way=ways,
     )
     def test_the_scale_follows_its_schedule_within_its_bounds(
@@ -235,8 +225,8 @@ class Scaling(Claims):
     @invariant(
         claim="half_precision",
         history=lambda cls: ending_well(cls, dtypes=cls.half_precision),
-        exponent=lambda _: st.integers(-4, 10),
-        master_bits=lambda _: st.sampled_from([0, 32, 24]),
+        exponent=st.integers(-4, 10),
+        master_bits=st.sampled_from([0, 32, 24]),
     )
     def test_half_precision_parameters(
         self, make: Any, history: History, exponent: int, master_bits: int = 0

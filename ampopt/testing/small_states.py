@@ -11,7 +11,7 @@ import ampopt
 from ampopt._step.declared_states import DeclaredStates
 from ampopt.testing.blueprints import History
 from ampopt.testing.claims import Claims, invariant, storing
-from ampopt.testing.scaling import finite
+from ampopt.testing.examples import finite
 from ampopt.testing.training import Trained, start, step_by
 from ampopt_kernels import State
 from ampopt_kernels.codecs import Codec, decoded, encoded

@@ -11,7 +11,7 @@ from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.claims import Claims, check_claims, invariant
-from ampopt.testing.skipping import ending_well
+from ampopt.testing.examples import ending_well
 from ampopt.testing.training import (
     Trained,
     assert_same_training,
@@ -29,7 +29,7 @@ class Storage(Claims):
     @invariant(
         claim=("plain_steps", "checkpoints"),
         history=ending_well,
-        at=lambda _: st.integers(0, 4),
+        at=st.integers(0, 4),
     )
     def test_saving_and_loading_at_any_point_changes_nothing(
         self, make: Any, history: History, at: int
@@ -61,7 +61,7 @@ class Storage(Claims):
         claim=("plain_steps", "deepcopies"),
         # deepcopy may return a contiguous tensor for a strided one.
         history=lambda cls: ending_well(cls, layouts=cls.any_layout and cls.layout_changes_no_bit),
-        at=lambda _: st.integers(0, 4),
+        at=st.integers(0, 4),
     )
     def test_a_deepcopy_goes_its_own_way(self, make: Any, history: History, at: int) -> None:
         """A deep copy of parameters and optimizer trains like the original, and does not change it.
@@ -85,8 +85,8 @@ class Storage(Claims):
     @invariant(
         claim=("plain_steps", "independent_parameters", "several_groups"),
         history=lambda cls: ending_well(cls, groups=False),
-        order=lambda _: st.permutations(range(3)),
-        cuts=lambda _: st.sets(st.integers(1, 2)),
+        order=st.permutations(range(3)),
+        cuts=st.sets(st.integers(1, 2)),
     )
     def test_order_and_groups_of_parameters_do_not_matter(
         self, make: Any, history: History, order: list[int], cuts: set[int]
@@ -108,7 +108,7 @@ class Storage(Claims):
     @invariant(
         claim=("plain_steps", "independent_parameters"),
         history=lambda cls: cls.histories(overflows=False),
-        which=lambda _: st.integers(0, 2),
+        which=st.integers(0, 2),
     )
     def test_a_parameter_trains_as_if_alone(self, make: Any, history: History, which: int) -> None:
         """A parameter trains among others, some of them without gradients, as it does alone.
@@ -166,8 +166,8 @@ class Storage(Claims):
     @invariant(
         claim=("plain_steps", "elementwise"),
         history=lambda cls: cls.histories(layouts=False),
-        shift=lambda _: st.integers(1, 12),
-        mirrors=lambda _: st.booleans(),
+        shift=st.integers(1, 12),
+        mirrors=st.booleans(),
     )
     def test_elements_train_alike(
         self, make: Any, history: History, shift: int, mirrors: bool

@@ -249,17 +249,11 @@ def _subsets(items: tuple[int, ...], *, least: int) -> tuple[tuple[int, ...], ..
 @st.composite
 def _spoiled(draw: st.DrawFn, grad: Blueprint) -> Blueprint:
     """Strategy of ``grad`` with one element that is inf or NaN."""
-    n = grad.numel
-    j = draw(_integers(0, n - 1))
+    place = draw(_integers(0, grad.numel - 1))
     bad: float | complex = draw(_sampled_from(NON_FINITE))
     if grad.dtype.is_complex:
         bad = complex(0.5, bad) if draw(st.booleans()) else complex(bad, 0.5)
-    if n > _FEW:
-        grad = replace(grad, spots=((j, bad),))
-    else:
-        numbers = [grad.numbers[k % len(grad.numbers)] for k in range(n)]
-        grad = replace(grad, numbers=(*numbers[:j], bad, *numbers[j + 1 :]))
-    return grad
+    return replace(grad, spots=((place, bad),))
 
 
 # --- loss scales and histories --------------------------------------------------------------------
@@ -321,15 +315,15 @@ def histories(
     params = draw(
         parameters(dtypes=dtypes, of_shapes=of_shapes, max_size=max_params, layouts=layouts)
     )
-    steps, bad = [], []
+    steps = []
     for _ in range(draw(_integers(1, max_steps))):
         step = draw(gradients(params, layouts=layouts, **of_gradients))
-        bad.append(overflows and spoilable(step) and draw(st.booleans()))
-        steps.append(draw(spoiled(step)) if bad[-1] else step)
+        spoils = overflows and spoilable(step) and draw(st.booleans())
+        steps.append(draw(spoiled(step)) if spoils else step)
     cuts = ()
     if groups and len(params) > 1:
         cuts = draw(_sampled_from(_subsets(tuple(range(1, len(params))), least=0)))
-    return History(tuple(params), tuple(steps), tuple(bad), cuts)
+    return History(tuple(params), tuple(steps), cuts)
 
 
 @st.composite

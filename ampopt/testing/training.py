@@ -1,18 +1,30 @@
 """Trainings that invariants compare."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import assume
 from torch.nn import Parameter
 
-from ampopt.testing.bits import assert_same, bits
+from ampopt.testing.bits import assert_same, bits, everything
 from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients
 
-__all__ = ["WAYS", "Trained", "assert_same_training", "seed", "start", "step_by", "train"]
+__all__ = [
+    "WAYS",
+    "Trained",
+    "assert_goes_on",
+    "assert_same_training",
+    "assert_scale_changes_nothing",
+    "left_out",
+    "seed",
+    "start",
+    "step_by",
+    "train",
+]
 
 UNSCALED = Scale("none")
 
@@ -116,8 +128,6 @@ def train(
     history: History,
     scale: Scale = UNSCALED,
     way: str | None = "unscale_and_step",
-    *,
-    after: Callable[[int, Trained], None] | None = None,
 ) -> Trained:
     """Train on ``history``; each step gets the scale that the last one returned.
 
@@ -126,23 +136,18 @@ def train(
         history: parameters and gradients.
         scale: the first scale.
         way: a key of ``WAYS``, or ``None`` for ``step()`` without a scale.
-        after: called after each step with its index and the training.
     """
     trained = start(make, history)
     trained.scale = scale.make()
-    for index, gradients in enumerate(history.steps):
+    for gradients in history.steps:
         result = step_by(trained, gradients, trained.scale, way)
         if way is not None:
             trained.scale = result.scale
             trained.scales.append(None if result.scale is None else float(result.scale))
-        if after is not None:
-            after(index, trained)
     return trained
 
 
-def assert_same_training(
-    one: Trained, other: Trained, what: str, *, order: Sequence[int] | None = None
-) -> None:
+def assert_same_training(one: Trained, other: Trained, what: str) -> None:
     """Check that parameters, and states that both trainings have, are bitwise equal.
 
     A skipped step may create state that the other training creates later. That such state equals
@@ -152,10 +157,44 @@ def assert_same_training(
         one: a training.
         other: a training on the same history.
         what: the first words of the error message.
-        order: indices of the parameters to compare; ``None`` for all.
     """
-    for i in range(len(one.params)) if order is None else order:
-        assert_same(bits(one.params[i]), bits(other.params[i]), f"{what}: parameter {i}")
+    for i, (p, own) in enumerate(zip(one.params, other.params, strict=True)):
+        assert_same(bits(p), bits(own), f"{what}: parameter {i}")
         mine, theirs = one.state(i), other.state(i)
         if mine and theirs:
             assert_same(mine, theirs, f"{what}: state of parameter {i}")
+
+
+@contextmanager
+def left_out(optimizer: Any, what: str) -> Iterator[None]:
+    """Check that a step within the block changes nothing; it may create state."""
+    before = everything(optimizer)
+    yield
+    after = everything(optimizer)
+    for part in ("parameters", "groups", "random"):
+        assert_same(after[part], before[part], f"{what}: {part}")
+    for name in ("state", "other state"):
+        for i, old in enumerate(before[name]):
+            if old:
+                assert_same(after[name][i], old, f"{what}: {name} {i}")
+
+
+def assert_goes_on(make: Any, history: History, number: float, way: str) -> None:
+    """Check that ``history`` ends with the same bits with and without its overflows."""
+    scale = Scale("static", number)  # a dynamic scale would differ between the two trainings
+    assert_same_training(
+        train(make, history, scale, way),
+        train(make, history.without_overflows(), scale, way),
+        "a training with overflows differs from one without",
+    )
+
+
+def assert_scale_changes_nothing(make: Any, history: History, scale: Scale, way: str) -> None:
+    """Check that a training of the finite steps under ``scale`` equals one of plain steps."""
+    history = history.without_overflows()
+    assume(all(map(any, history.steps)))  # step() may act without gradients
+    assert_same_training(
+        train(make, history, scale, way),
+        train(make, history, way=None),
+        f"scaled by {scale.number} it differs from step() on unscaled gradients",
+    )

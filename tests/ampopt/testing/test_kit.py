@@ -118,7 +118,7 @@ def test_failures_are_summed_up_the_smallest_first_with_the_claim_that_explains_
 
 def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     summary = Summary()
-    history = History((Blueprint((2, 2), (1.0,)),), ((None,),), (False,))
+    history = History((Blueprint((2, 2), (1.0,)),), ((None,),))
     error = AssertionError("off" * 100)
     for _ in range(20):
         claims, drawn = ("plain_steps", "checkpoints"), {"history": history}
@@ -140,7 +140,6 @@ WHOLE = History(
         Blueprint((1,), (1.0,)),
     ),
     ((None, None, Blueprint((1,), (1e30,))),),
-    (False,),
     (1,),
 )
 CAUSES = {
@@ -180,7 +179,7 @@ def test_a_negative_state_that_is_declared_positive_is_the_likely_cause():
             return PositiveMean(params)
 
     grad = Blueprint((1,), (-1.0,))
-    history = History((Blueprint((1,), (1.0,)),), ((grad,),), (False,))
+    history = History((Blueprint((1,), (1.0,)),), ((grad,),))
     contract: Any = TestSigns()
     example: Any = {"history": history, "bits": 8}
     contract.replay("test_small_states_are_near_full_ones", **example, signed="mean")
