@@ -131,11 +131,8 @@ def kernel(fn: Callable[..., Any], name: Callable[[Any], str] | None = None) -> 
 
 @jit
 def sqrt_rn(x):
-    """The square root, correctly rounded, as ``tl.sqrt`` is in functions marked with ``jit``."""
-    if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    else:
-        return tl.sqrt_rn(x)
+    """The square root, correctly rounded: ``tl.sqrt``, as it is in functions marked with ``jit``."""
+    return tl.sqrt(x)
 
 
 @jit

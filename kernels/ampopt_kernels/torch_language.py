@@ -185,7 +185,6 @@ HELPERS = {
     "log2_linear": _log2_linear,
     "maximum": _maximum,
     "minimum": _minimum,
-    "sqrt_rn": sqrt,
     "total": torch.sum,
 }
 """Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
@@ -194,7 +193,7 @@ others."""
 
 def __getattr__(name: str) -> Any:
     """Raise for a function that this language lacks: name those that it has."""
-    if name in (*HELPERS, "rand", "randn"):
+    if name in (*HELPERS, "rand", "randn", "sqrt_rn"):
         raise AttributeError(
             f"the rule uses tl.{name}, whose results are not the same on all devices: write "
             f"from ampopt_kernels import {name}, and call {name}(...)"

@@ -431,7 +431,6 @@ class _Language:
             "maximum": _extreme("maximum", ">"),
             "minimum": _extreme("minimum", "<"),
             "rand": _rand,
-            "sqrt_rn": _sqrt,
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Adadelta, as torch defines it (``torch/optim/adadelta.py``; Zeiler, 1212.5701)."""
 
-from ampopt_kernels.language import div_rn, jit, sqrt_rn, tl
+from ampopt_kernels.language import jit, tl
 from ampopt_kernels.rule import Rule, State
 
 __all__ = ["adadelta"]
@@ -25,7 +25,7 @@ def _update(p, g, state, h, flags):
     if WEIGHT_DECAY:
         g = g + weight_decay * p
     square_avg = rho * state[0] + new * g * g
-    delta = div_rn(sqrt_rn(state[1] + eps), sqrt_rn(square_avg + eps)) * g
+    delta = tl.sqrt(state[1] + eps) / tl.sqrt(square_avg + eps) * g
     acc_delta = rho * state[1] + new * delta * delta
     return p - lr * delta, (square_avg, acc_delta)
 

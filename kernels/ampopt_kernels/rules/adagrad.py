@@ -1,6 +1,6 @@
 """Adagrad, as torch defines it (``torch/optim/adagrad.py``; Duchi, Hazan and Singer, JMLR 12)."""
 
-from ampopt_kernels.language import div_rn, jit, sqrt_rn, tl
+from ampopt_kernels.language import jit, tl
 from ampopt_kernels.rule import Rule, State
 
 __all__ = ["adagrad"]
@@ -25,7 +25,7 @@ def _update(p, g, state, h, flags):
     if WEIGHT_DECAY:
         g = g + weight_decay * p
     total = state[0] + g * g
-    return p - div_rn(step_size * g, sqrt_rn(total) + eps), (total,)
+    return p - step_size * g / (tl.sqrt(total) + eps), (total,)
 
 
 adagrad = Rule(

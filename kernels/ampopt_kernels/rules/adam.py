@@ -4,7 +4,7 @@ Decoupled weight decay is Loshchilov and Hutter's (1711.05101), AMSGrad Reddi et
 (1904.09237).
 """
 
-from ampopt_kernels.language import div_rn, jit, maximum, power, sqrt_rn, tl
+from ampopt_kernels.language import jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -55,8 +55,8 @@ def _update(p, g, state, h, flags):
     else:
         largest = exp_avg_sq
         new_state = (exp_avg, exp_avg_sq)
-    denominator = div_rn(sqrt_rn(largest), correction2) + eps
-    return p - div_rn(step_size * exp_avg, denominator), new_state
+    denominator = tl.sqrt(largest) / correction2 + eps
+    return p - step_size * exp_avg / denominator, new_state
 
 
 adam = Rule(

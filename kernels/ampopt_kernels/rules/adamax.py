@@ -1,7 +1,7 @@
 """Adamax, as torch defines it (``torch/optim/adamax.py``; Kingma and Ba, 1412.6980)."""
 
 from ampopt_kernels.codecs import WIDE
-from ampopt_kernels.language import div_rn, jit, maximum, power, tl
+from ampopt_kernels.language import jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -29,7 +29,7 @@ def _update(p, g, state, h, flags):
         g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)
     exp_inf = maximum(beta2 * state[1], tl.abs(g) + eps)
-    return p - div_rn(step_size * exp_avg, exp_inf), (exp_avg, exp_inf)
+    return p - step_size * exp_avg / exp_inf, (exp_avg, exp_inf)
 
 
 adamax = Rule(

@@ -1,6 +1,6 @@
 """Adan (Xie et al., 2208.06677, algorithm 1), as its authors' ``adan.py`` computes it."""
 
-from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.language import jit, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -37,8 +37,8 @@ def _update(p, g, state, h, flags):
     exp_avg, exp_avg_diff = lerp(state[0], g, new1), lerp(state[2], diff, new2)
     ahead = g + beta2 * diff
     exp_avg_sq = beta3 * state[1] + new3 * ahead * ahead
-    denominator = div_rn(sqrt_rn(exp_avg_sq), correction3) + eps
-    move = div_rn(size * exp_avg + diff_size * exp_avg_diff, denominator)
+    denominator = tl.sqrt(exp_avg_sq) / correction3 + eps
+    move = (size * exp_avg + diff_size * exp_avg_diff) / denominator
     return (p * before - move) * after, (exp_avg, exp_avg_sq, exp_avg_diff, -g)
 
 

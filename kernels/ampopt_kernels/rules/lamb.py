@@ -1,6 +1,6 @@
 """LAMB (You et al., 1904.00962, algorithm 2), as apex's ``multi_tensor_lamb.cu`` computes it."""
 
-from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.language import jit, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -32,8 +32,8 @@ def _averages_and_direction(p, g, state, h, flags):
         g = -g
     exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    denominator = over2 * sqrt_rn(exp_avg_sq) + eps
-    direction = div_rn(over1 * exp_avg, denominator) + weight_decay * p
+    denominator = over2 * tl.sqrt(exp_avg_sq) + eps
+    direction = over1 * exp_avg / denominator + weight_decay * p
     return exp_avg, exp_avg_sq, direction
 
 

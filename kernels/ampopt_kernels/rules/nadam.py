@@ -3,7 +3,7 @@
 Decoupled weight decay is Loshchilov and Hutter's (1711.05101).
 """
 
-from ampopt_kernels.language import as_float32, div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.language import as_float32, jit, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -71,9 +71,9 @@ def _update(p, g, state, h, flags):
             g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    denominator = sqrt_rn(div_rn(exp_avg_sq, correction2)) + eps
-    p = p - div_rn(of_gradient * g, denominator)
-    return p - div_rn(of_average * exp_avg, denominator), (exp_avg, exp_avg_sq)
+    denominator = tl.sqrt(exp_avg_sq / correction2) + eps
+    p = p - of_gradient * g / denominator
+    return p - of_average * exp_avg / denominator, (exp_avg, exp_avg_sq)
 
 
 nadam = Rule(

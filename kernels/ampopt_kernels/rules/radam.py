@@ -3,7 +3,7 @@
 Decoupled weight decay is Loshchilov and Hutter's (1711.05101).
 """
 
-from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.language import div_rn, jit, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -57,8 +57,8 @@ def _update(p, g, state, h, flags):
             g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    change = div_rn(exp_avg, correction1) * lr
-    adaptive = div_rn(correction2, sqrt_rn(exp_avg_sq) + eps)
+    change = exp_avg / correction1 * lr
+    adaptive = div_rn(correction2, tl.sqrt(exp_avg_sq) + eps)
     change = tl.where(rectification > 0, change * adaptive * rectification, change)
     return p - change, (exp_avg, exp_avg_sq)
 

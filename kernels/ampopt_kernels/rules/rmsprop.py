@@ -3,7 +3,7 @@
 The centered variant is Graves's (1308.0850).
 """
 
-from ampopt_kernels.language import div_rn, jit, sqrt_rn, tl
+from ampopt_kernels.language import jit, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -37,13 +37,13 @@ def _update(p, g, state, h, flags):
         grad_avg = lerp(state[1], g, new)
         variance = square_avg - grad_avg * grad_avg
         new_state = new_state + (grad_avg,)
-    average = sqrt_rn(variance) + eps
+    average = tl.sqrt(variance) + eps
     if MOMENTUM:
-        buffer = momentum * state[len(state) - 1] + div_rn(g, average)
+        buffer = momentum * state[len(state) - 1] + g / average
         p = p - lr * buffer
         new_state = new_state + (buffer,)
     else:
-        p = p - div_rn(lr * g, average)
+        p = p - lr * g / average
     return p, new_state
 
 

@@ -6,7 +6,7 @@ through it and ``z``.
 
 import torch
 
-from ampopt_kernels.language import div_rn, jit, maximum, power, sqrt_rn, tl
+from ampopt_kernels.language import jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -40,7 +40,7 @@ def _update(p, g, state, h, flags):
     if MAXIMIZE:
         g = -g
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    direction = div_rn(g, sqrt_rn(div_rn(exp_avg_sq, correction2)) + eps) + weight_decay * p
+    direction = g / (tl.sqrt(exp_avg_sq / correction2) + eps) + weight_decay * p
     return lerp(p, z, to_z) + move * direction, (z - lr * direction, exp_avg_sq)
 
 

@@ -4,7 +4,7 @@ Two rules over the same states: the step, and the update of the Hessian diagonal
 runs every few steps.
 """
 
-from ampopt_kernels.language import div_rn, jit, minimum, sign, tl
+from ampopt_kernels.language import jit, minimum, sign, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -30,7 +30,7 @@ def _update(p, g, state, h, flags):
     if WEIGHT_DECAY:
         p = p * shrinkage
     exp_avg = lerp(state[0], g, new1)
-    ratio = minimum(div_rn(tl.abs(exp_avg), curvature * hessian + 1e-15), 1.0)
+    ratio = minimum(tl.abs(exp_avg) / (curvature * hessian + 1e-15), 1.0)
     return p - lr * sign(exp_avg) * ratio, (exp_avg, hessian)
 
 
