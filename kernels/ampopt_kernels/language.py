@@ -131,7 +131,7 @@ def kernel(fn: Callable[..., Any], name: Callable[[Any], str] | None = None) -> 
 
 @jit
 def sqrt_rn(x):
-    """The square root, correctly rounded: ``tl.sqrt``, as it is in functions marked with ``jit``."""
+    """The square root, correctly rounded, as ``tl.sqrt`` is in functions marked with ``jit``."""
     return tl.sqrt(x)
 
 

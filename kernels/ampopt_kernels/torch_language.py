@@ -16,7 +16,7 @@ import torch
 
 from ampopt_kernels.tensors import widest
 
-__all__ = ["FUNCTIONS", "bind", "copied", "dividing", "jit"]
+__all__ = ["FUNCTIONS", "HELPERS", "Language", "bind", "copied", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
@@ -206,7 +206,7 @@ def __getattr__(name: str) -> Any:
     )
 
 
-class _Language:
+class Language:
     """This module as a language, with other functions under some names."""
 
     def __init__(self, **replaced: Any) -> None:
@@ -224,12 +224,11 @@ def _where_in_widest(condition: Any, a: Any, b: Any) -> Any:
     return where(condition, a, b, number)
 
 
-def _on_numbers() -> _Language:
+def _on_numbers() -> Language:
     """The language for Python numbers only; functions raise where they are undefined."""
     replaced = {name: getattr(value, "on_number", value) for name, value in globals().items()}
     replaced["where"] = lambda c, a, b: a if c is True or (c is not False and _holds(c)) else b
-    replaced["HELPERS"] = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
-    return _Language(**replaced)
+    return Language(**replaced)
 
 
 def bind(function: Any, language: Any = None) -> Callable[..., Any]:
@@ -300,5 +299,5 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
-in_widest = _Language(where=_where_in_widest)
+in_widest = Language(where=_where_in_widest)
 on_numbers = _on_numbers()

@@ -3,8 +3,9 @@
 Each operation of a rule on expressions appends a C++ statement to a program; see ``cpp``.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,7 +286,7 @@ def _varies(x: Any) -> bool:
 def _where(condition: Any, a: Any, b: Any) -> Any:
     """``tl.where``; takes a Python bool, too."""
     if not isinstance(condition, Expression):
-        return a if condition else b
+        return torch_language.where(condition, a, b)
     if condition.dtype != torch.bool:
         raise TypeError("a rule selects by a number; write tl.where(x != 0, a, b)")
     program, values = condition.program, [x.dtype for x in (a, b) if _varies(x)]
@@ -299,12 +300,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return result
 
 
-def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
+def _extreme(sign: str) -> Callable[[Any, Any], Any]:
     """``maximum`` or ``minimum``; the result is NaN if either argument is."""
 
     def function(a: Any, b: Any) -> Any:
-        if not isinstance(a, Expression) and not isinstance(b, Expression):
-            return torch_language.HELPERS[name](a, b)
         # Of 0.0 and -0.0, which are equal, torch takes that of the tensor, Python the first one.
         equal = "" if _varies(a) or _varies(b) else "="
         template = f"({{0}} {sign}{equal} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
@@ -317,29 +316,19 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _function(name: str, template: str, of_number: str = "") -> Callable[[Any], Any]:
-    """A function of one argument: C++ of ``template``, or of torch for a number in the source.
+def _function(template: str, of_number: str = "") -> Callable[[Any], Any]:
+    """A function of one argument: C++ of ``template``.
 
     Args:
-        name: its name in the language.
         template: see :func:`_operation`.
         of_number: the template for the bits that Python's function of a number has, where it is not
             ``template``.
     """
-    in_source = getattr(torch_language, name)
-
-    def function(x: Any) -> Any:
-        if not isinstance(x, Expression):
-            return in_source(x)
-        return _operation(template if x.varies else of_number or template, x)
-
-    return function
+    return lambda x: _operation(template if x.varies else of_number or template, x)
 
 
 def _div_rn(x: Any, y: Any) -> Any:
     """``x / y`` rounded to the nearest."""
-    if not isinstance(x, Expression) and not isinstance(y, Expression):
-        return torch_language.HELPERS["div_rn"](x, y)
     return _operation("{0} / {1}", x, y)
 
 
@@ -349,28 +338,20 @@ def _rand(seed: Any, step: Any, program: Any) -> Any:
     return program.new(program.compute, f"uniform({seed}, {step}, {program.index})", True)
 
 
-def _as_float32(x: Any) -> Any:
+def _as_float32(x: "Expression") -> "Expression":
     """``x`` rounded to float32; ``x`` itself if it is, as torch returns the tensor itself."""
-    if not isinstance(x, Expression):
-        return torch_language.HELPERS["as_float32"](x)
     return x if x.dtype == torch.float32 else _operation("(float){0}", x)
 
 
-def _of_float32(name: str) -> Callable[[Any], Any]:
+def _of_float32(name: str) -> Callable[["Expression"], "Expression"]:
     """A function of ``preamble.h`` that takes and returns float32."""
-
-    def function(x: Any) -> Any:
-        if not isinstance(x, Expression):
-            return torch_language.HELPERS[name](x)
-        return x.program.new(x.dtype, f"{name}({cast(x, torch.float32)})", x.varies)
-
-    return function
+    return lambda x: x.program.new(x.dtype, f"{name}({cast(x, torch.float32)})", x.varies)
 
 
-def _abs(x: Any) -> Any:
+def _abs(x: "Expression") -> "Expression":
     """The magnitude of ``x``."""
-    result = _function("abs", "math::fabs({0})")(x)
-    if n := isinstance(x, Expression) and x.whole:
+    result = _operation("math::fabs({0})", x)
+    if n := x.whole:
         result.whole = f"({n} < 0 ? -{n} : {n})"
     return result
 
@@ -393,49 +374,54 @@ def _chance(u: "Expression", places: int) -> "Expression":
     return u.program.new(torch.int32, f"{code} >> {max(16 - places, 0)}", u.varies)
 
 
-_sqrt = _function("sqrt", "math::sqrt({0})")
 _FUNCTIONS = {
-    "rsqrt": ("({T})1 / math::sqrt({0})", ""),
-    "floor": ("math::floor({0})", "math::floor({0}) + 0.0"),  # of an integer: not -0.0
-    "ceil": ("math::ceil({0})", "math::ceil({0}) + 0.0"),
-    "exp": ("math::exp({0})", "libm::exp({0})"),
-    "exp2": ("math::exp2({0})", "libm::pow(2.0, {0})"),
-    "log": ("math::log({0})", "libm::log({0})"),
-    "log2": ("math::log2({0})", "libm::log2({0})"),
-    "sin": ("math::sin({0})", "libm::sin({0})"),
-    "cos": ("math::cos({0})", "libm::cos({0})"),
-    "sigmoid": ("({T})1 / (({T})1 + math::exp(-{0}))", "1 / (1 + libm::exp(-{0}))"),
+    "abs": _abs,
+    "sqrt": _function("math::sqrt({0})"),
+    "rsqrt": _function("({T})1 / math::sqrt({0})"),
+    "floor": _function("math::floor({0})", "math::floor({0}) + 0.0"),  # of an integer: not -0.0
+    "ceil": _function("math::ceil({0})", "math::ceil({0}) + 0.0"),
+    "exp": _function("math::exp({0})", "libm::exp({0})"),
+    "exp2": _function("math::exp2({0})", "libm::pow(2.0, {0})"),
+    "log": _function("math::log({0})", "libm::log({0})"),
+    "log2": _function("math::log2({0})", "libm::log2({0})"),
+    "sin": _function("math::sin({0})", "libm::sin({0})"),
+    "cos": _function("math::cos({0})", "libm::cos({0})"),
+    "sigmoid": _function("({T})1 / (({T})1 + math::exp(-{0}))", "1 / (1 + libm::exp(-{0}))"),
 }
-"""For each function the templates for blocks and for numbers; see :func:`_function`."""
+"""Functions of ``tl`` on expressions."""
+
+_HELPERS = {
+    "as_float32": _as_float32,
+    "div_rn": _div_rn,
+    "exp2_linear": _of_float32("exp2_linear"),
+    "float_of": _float_of,
+    "int_bits": _int_bits,
+    "log2_linear": _of_float32("log2_linear"),
+    "maximum": _extreme(">"),
+    "minimum": _extreme("<"),
+}
+"""Functions of ``torch_language.HELPERS`` on expressions."""
 
 
-class _Language:
-    """Replaces ``tl`` and the helpers of ``torch_language`` while a rule is translated to C++.
+def _also_of_numbers(
+    functions: Mapping[str, Callable[..., Any]], of_numbers: Mapping[str, Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
+    """``functions`` of expressions, each of which takes numbers in the source alone, too."""
 
-    Names that are not defined here, such as constants, are those of ``torch_language``.
-    """
+    def either(name: str, *arguments: Any) -> Any:
+        of_expressions = any(isinstance(x, Expression) for x in arguments)
+        return (functions if of_expressions else of_numbers)[name](*arguments)
 
-    def __init__(self) -> None:
-        """Define the functions that a rule may call, so that they return C++ expressions."""
-        self.abs, self.where, self.sqrt = _abs, _where, _sqrt
-        for name, templates in _FUNCTIONS.items():
-            setattr(self, name, _function(name, *templates))
-        self.HELPERS = {
-            "as_float32": _as_float32,
-            "chance": _chance,
-            "div_rn": _div_rn,
-            "exp2_linear": _of_float32("exp2_linear"),
-            "float_of": _float_of,
-            "int_bits": _int_bits,
-            "log2_linear": _of_float32("log2_linear"),
-            "maximum": _extreme("maximum", ">"),
-            "minimum": _extreme("minimum", "<"),
-            "rand": _rand,
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        """A name of ``torch_language`` that is not replaced here."""
-        return getattr(torch_language, name)
+    return {name: functools.partial(either, name) for name in functions}
 
 
-LANGUAGE = _Language()
+LANGUAGE = torch_language.Language(
+    **_also_of_numbers(_FUNCTIONS, vars(torch_language)),
+    where=_where,
+    HELPERS={
+        **_also_of_numbers(_HELPERS, torch_language.HELPERS),
+        "chance": _chance,
+        "rand": _rand,
+    },
+)
+"""The language that rules are translated to C++ in: its functions return expressions."""
