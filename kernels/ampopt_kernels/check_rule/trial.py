@@ -111,6 +111,13 @@ class _Given(tuple[Any, ...]):
             raise IndexError(f"the rule {self.declared}, but reads {read}") from None
 
 
+class _Flag(int):
+    """A flag. Of Python's booleans and of Triton's flags, ``~`` is -1 or -2: true in any case."""
+
+    def __invert__(self) -> int:
+        raise TypeError("a rule inverts a flag by ~")
+
+
 def _under(rule: Rule, flags: tuple[bool, ...]) -> str:
     """The flags by name, in words."""
     return f"under flags {dict(zip(rule.flags, flags, strict=True))}"
@@ -118,7 +125,7 @@ def _under(rule: Rule, flags: tuple[bool, ...]) -> str:
 
 def _given_flags(rule: Rule, flags: tuple[bool, ...]) -> _Given:
     """The argument ``flags``."""
-    return _Given("flags", flags, f"declares {len(flags)}, flags={rule.flags}")
+    return _Given("flags", map(_Flag, flags), f"declares {len(flags)}, flags={rule.flags}")
 
 
 def _given_states(rule: Rule, flags: tuple[bool, ...], names: Sequence[str]) -> _Given:

@@ -318,6 +318,18 @@ def test_a_flag_that_is_not_declared_is_refused():
 
 
 @jit
+def inverts_a_flag(p, g, state, h, flags):
+    return p - h[0] * tl.where(~flags[0], g, -g), state
+
+
+def test_a_flag_that_is_inverted_bit_by_bit_is_refused():
+    """Triton would take both values for true, and so would C++; torch operations would not."""
+    rule = Rule(update=inverts_a_flag, hyper=HYPER, flags=("extra",))
+    message = "a rule inverts a flag by ~. Write `not flag` in place of `~flag`"
+    assert_refused(rule, place_of(inverts_a_flag, 2), message)
+
+
+@jit
 def uses_what_torch_lacks(p, g, state, h, flags):
     return p - h[0] * tl.erf(g), state
 
