@@ -41,7 +41,8 @@ class SkipPolicy:
 
     * ``"host"``: read the flag first, which synchronizes, and call ``step()`` only if it is 0.
     * ``"transaction"``: call ``step()`` and roll it back on the device. If the step changes Python
-      state, the mode becomes ``"host"``, unless it only adds state, as the first step does.
+      state, the mode becomes ``"host"``, unless it only adds state, as the first step does; also
+      if there is no memory for the copies.
 
     Attributes:
         mode: how the next step is skipped.
@@ -86,11 +87,16 @@ class SkipPolicy:
         self.has_read_flag = self.mode == "host"
         if self.mode == "transaction":
             state, copies = self._fitting(optimizer)
-            if state.hidden_object is None or self._mode_is_fixed:
-                return True, self._transact(optimizer, step, decision.skip > 0, state, copies)
-            self._read_flag_first(
-                optimizer, f"has state that cannot be inspected: {state.hidden_object}"
-            )
+            hidden = None if self._mode_is_fixed else state.hidden_object
+            reason = f"has state that cannot be inspected: {hidden}"
+            if hidden is None:
+                try:
+                    return True, self._transact(optimizer, step, decision.skip > 0, state, copies)
+                except torch.OutOfMemoryError:  # the step has changed nothing
+                    if self._mode_is_fixed:
+                        raise
+                    reason = "leaves no memory for copies of all tensors"
+            self._read_flag_first(optimizer, reason)
         if decision.coefficients_on_host.skip > 0:
             return False, None
         return True, step()
@@ -115,13 +121,13 @@ class SkipPolicy:
         state: PythonState,
         copies: StorageCopies,
     ) -> Any:
-        """Step, and undo every write where ``skip`` is true.
+        """Step, and undo every write where ``skip`` is true, or if there is too little memory.
 
         Synchronizes only if the step raises, or changes something that is not a tensor.
         """
         result, failure = None, None
-        copies.make()
         try:
+            copies.make()
             try:
                 result = step()
             except Exception as error:  # perhaps because of the non-finite gradients
@@ -135,14 +141,15 @@ class SkipPolicy:
             self.has_read_flag, skipped = True, bool(skip)
             if failure is None and changed_object is not None and not self._mode_is_fixed:
                 self._choose_mode(optimizer, state, changed_object, skipped=skipped)
-            if skipped:
+            if skipped or isinstance(failure, torch.OutOfMemoryError):
                 state.restore()
                 copies.restore()
-            elif failure is not None:
+            if failure is not None and not skipped:
                 raise failure
             return result
         finally:
             copies.drop()
+            failure = None  # its traceback refers to the memory of the step
 
     def _choose_mode(
         self,

@@ -220,6 +220,45 @@ def test_a_step_set_on_the_instance_is_run_and_rolled_back():
     assert optimizer._ampopt.skip_policy.mode == "transaction"
 
 
+@pytest.mark.parametrize("skip_by", ["auto", "transaction"])
+@pytest.mark.parametrize("lacks", ["empty_like", "_foreach_lerp_"])
+def test_where_a_copy_of_all_tensors_does_not_fit_the_host_reads_the_flag(
+    lacks, skip_by, monkeypatch
+):
+    class TwoWrites(Foreach):
+        def update(self, params):
+            super().update(params)
+            torch._foreach_lerp_(params, [p.grad for p in params], 0.5)
+
+    def step(optimizer: Any, params: Any, x: float) -> None:
+        set_gradients(params, (x, x))
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+    def refuse(*arguments: Any) -> None:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer, params = made(TwoWrites)
+    optimizer.skip_by = skip_by
+    clean, clean_params = made(TwoWrites)
+    for o, p in ((optimizer, params), (clean, clean_params)):
+        for _ in range(2):
+            step(o, p, 1.0)
+    before = seen(optimizer)
+    monkeypatch.setattr(torch, lacks, refuse)
+    if skip_by == "transaction":
+        with pytest.raises(torch.OutOfMemoryError):
+            step(optimizer, params, 2.0)
+        assert seen(optimizer) == before
+        return
+    step(optimizer, params, 2.0)
+    step(optimizer, params, INF)
+    step(clean, clean_params, 2.0)
+    assert seen(optimizer) == seen(clean)
+    assert optimizer._ampopt.skip_policy.mode == "host"
+    assert "memory" in optimizer._ampopt.skip_policy.reason
+
+
 @pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
 def test_a_sum_of_flags_skips(skip_by, flag):
