@@ -1,6 +1,7 @@
 """Optimizers whose update is a rule: a step is a few kernel launches, and never synchronizes."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -284,21 +285,25 @@ class ElementwiseOptimizer(Optimizer):
                 changed then.
         """
         self._ampopt.phase.refuse_unfinished("load_state_dict")
-        check_loaded(self, state_dict)
+        if not isinstance(state_dict, Mapping):  # torch copies it before it calls hooks
+            raise TypeError(f"load_state_dict takes what state_dict() returned, got {state_dict!r}")
         options_of_groups = [
             {k: group[k] for k in GROUP_OPTIONS if k in group} for group in self.param_groups
         ]
         before = self.state, self.param_groups
+        check = self.register_load_state_dict_pre_hook(check_loaded)
         try:
             super().load_state_dict(state_dict)
-        except BaseException:  # torch may have loaded half of it
+            for group, options in zip(self.param_groups, options_of_groups, strict=True):
+                for name in GROUP_OPTIONS:
+                    group.pop(name, None)
+                group.update(options)
+            convert_loaded(self)
+        except BaseException:  # half of it may have been loaded
             self.state, self.param_groups = before
             raise
-        for group, options in zip(self.param_groups, options_of_groups, strict=True):
-            for name in GROUP_OPTIONS:
-                group.pop(name, None)
-            group.update(options)
-        convert_loaded(self)
+        finally:
+            check.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none.

@@ -34,23 +34,30 @@ _DROP_INS = "ampopt.optim."
 def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise for a state dict with states or hyperparameters that no step can use.
 
+    A load-state-dict pre-hook, so that it checks what the user's pre-hooks have returned.
     Hyperparameters are checked by the constructor of the :mod:`ampopt.optim` class of
     ``optimizer``, if there is one. ``lr`` is not checked: a schedule may set it to any value.
 
     Raises:
-        TypeError: ``state_dict`` is not a dict, or a state is neither a tensor nor a number.
+        TypeError: the states or param groups are of another type than those that ``state_dict()``
+            returns, or a state is neither a tensor nor a number.
         ValueError: ``state_dict`` is that of something else, the constructor refuses a
             hyperparameter, 8-bit codes are missing, a count is negative or NaN, or a state is on
             the meta device.
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict takes what state_dict() returned, got {state_dict!r}")
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "load_state_dict takes what state_dict() of an optimizer returned, with the keys "
             f"'state' and 'param_groups', got one with the keys {list(state_dict)[:8]}: if this is "
             "a whole checkpoint, pass its entry of the optimizer"
         )
+    for name, kind in (("state", Mapping), ("param_groups", (list, tuple))):
+        if not isinstance(state_dict[name], kind):
+            raise TypeError(
+                f"the {name!r} to be loaded must be a {'dict' if kind is Mapping else 'list'}, got "
+                f"{reprlib.repr(state_dict[name])}. Nothing was loaded: load what state_dict() "
+                "returned"
+            )
     _check_of_this_optimizer(optimizer, state_dict)
     names = _SavedNames.of(optimizer.rule)
     for key, state in state_dict["state"].items():
@@ -98,7 +105,7 @@ def convert_loaded(optimizer: Any) -> None:
 
 
 def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``state_dict`` is that of another optimizer.
+    """Raise ``ValueError`` if ``state_dict`` is that of another optimizer, or ``TypeError``.
 
     Further entries are allowed: those of users, and the states of a second rule that ``run_rule``
     ran. They may have names that another optimizer uses.
@@ -122,8 +129,13 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
     counts = any(part.name == "step" for part in rule.scalar_state)
     kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
     for key, state in state_dict["state"].items():
-        if key not in groups or not isinstance(state, Mapping):  # users keep entries of their own
+        if key not in groups:  # users keep entries of their own
             continue
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"the state of parameter {key} to be loaded must be a dict, got "
+                f"{reprlib.repr(state)}. {wrong}"
+            )
         if not others_keep.isdisjoint(state):
             lacks = any(name not in state and codes_key(name) not in state for name in always)
             other = min(others_keep & state.keys())

@@ -746,6 +746,21 @@ def test_an_entry_of_the_wrong_kind_is_refused_when_it_is_loaded(name, value, er
     _refused(saved, error, message + ".*Nothing was loaded")
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"state": None}, TypeError, "the 'state' to be loaded must be a dict, got None.*Nothing"),
+        ({"param_groups": "x"}, TypeError, "'param_groups' to be loaded must be a list, got 'x'"),
+        ({"state": {0: 5}}, TypeError, "state of parameter 0 .* must be a dict, got 5.*Nothing"),
+        ({"state": {0: torch.zeros(2)}}, TypeError, "state of parameter 0 .* must be a dict"),
+        ({"state": {0: {"step": 10**400}}}, OverflowError, "too large"),
+    ],
+    ids=str,
+)
+def test_a_state_dict_of_another_form_changes_nothing(change, error, message):
+    _refused(_saved(ampopt.AdamW) | change, error, message)
+
+
 @pytest.mark.parametrize("suffix", ["", "_codes"])
 def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded(suffix):
     saved = _saved(ampopt.AdamW)

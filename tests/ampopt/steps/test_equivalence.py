@@ -430,20 +430,21 @@ def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
     assert seen == [torch.float32]
 
 
-def test_loading_uses_the_checkpoint_that_a_users_hook_returned():
+@pytest.mark.parametrize("prefix", ["old_", "max_"])  # NAdam has no max_exp_avg_sq
+def test_loading_uses_the_checkpoint_that_a_users_hook_returned(prefix):
     param = Parameter(torch.ones(2))
-    optimizer = ampopt.Adam([param])
+    optimizer = ampopt.NAdam([param])
     param.grad = torch.ones(2)
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
 
     def renamed(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = {0: {k.removeprefix("old_"): v for k, v in state_dict["state"][0].items()}}
+        state = {0: {k.removeprefix(prefix): v for k, v in state_dict["state"][0].items()}}
         return {**state_dict, "state": state}
 
-    loaded = ampopt.Adam([param])
+    loaded = ampopt.NAdam([param])
     loaded.register_load_state_dict_pre_hook(renamed)
-    old = {f"old_{key}": value for key, value in saved["state"][0].items()}
+    old = {prefix + key: value for key, value in saved["state"][0].items()}
     loaded.load_state_dict({**saved, "state": {0: old}})
     assert state_of(loaded) == state_of(optimizer)
 
