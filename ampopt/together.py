@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import accumulated_step, gradients, ranks
-from ampopt._step.kept_rows import RowsOfGradients
-from ampopt._step.overflow import device_of
+from ampopt._step import accumulated_step, gradients
+from ampopt._step.overflow import OverflowCheck
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
@@ -70,10 +69,8 @@ def unscale_and_step(
     optimizers = _checked_optimizers(optimizers)
     max_norm = check_max_norm(max_norm)
     process_group = _common_group(optimizers) if process_group is None else process_group
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = _device_of(optimizers)
-    uploads = optimizers[0]._ampopt.uploads
-    scale = as_loss_scale(grads_scaled_by, device, uploads)
+    scale = as_loss_scale(grads_scaled_by, device, optimizers[0]._ampopt.uploads)
     for optimizer in optimizers:
         optimizer._ampopt.phase.refuse_stepped(scale)
     cycles = [optimizer._ampopt.accumulation.cycle for optimizer in optimizers]
@@ -89,11 +86,12 @@ def unscale_and_step(
     for optimizer in optimizers:
         request = optimizer._ampopt.observers.extend(request)
     has_sums = any(cycle is not None for cycle in cycles)
-    agreement = ranks.agreement(groups, process_group, optimizers=optimizers)
+    check = _check_of(optimizers)
+    agreement = check.agreement(optimizers, process_group)
     if has_sums:
         decision = _end_cycles(optimizers, request, agreement, device)
     else:
-        _, decision = _rows_of(optimizers).check(groups, request, agreement, uploads)
+        decision = check.check(optimizers, request, agreement)
     next_scale = next_scale_of(scale, decision)
     grad_scale = None if has_sums else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, grad_scale, decision)
@@ -111,18 +109,18 @@ def unscale_and_step(
     return StepResult(None, as_flag(decision.found_inf, decision.overflow_reports), next_scale)
 
 
-_ROWS: dict[tuple[weakref.ref[Optimizer], ...], RowsOfGradients] = {}
-"""The rows of the gradients of optimizers that have stepped together, while all of them exist."""
+_CHECKS: dict[tuple[weakref.ref[Optimizer], ...], OverflowCheck] = {}
+"""The check of optimizers that have stepped together, while all of them exist."""
 
 
-def _rows_of(optimizers: list[Optimizer]) -> RowsOfGradients:
-    """The rows of ``optimizers``, in this order."""
+def _check_of(optimizers: list[Optimizer]) -> OverflowCheck:
+    """The check of ``optimizers``, in this order."""
     key = tuple(map(weakref.ref, optimizers))
-    if key not in _ROWS:
-        _ROWS[key] = RowsOfGradients()
+    if key not in _CHECKS:
+        _CHECKS[key] = OverflowCheck()
         for optimizer in optimizers:  # no optimizer keeps the parameters of another in memory
-            weakref.finalize(optimizer, _ROWS.pop, key, None)
-    return _ROWS[key]
+            weakref.finalize(optimizer, _CHECKS.pop, key, None)
+    return _CHECKS[key]
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
@@ -134,7 +132,7 @@ def _device_of(optimizers: list[Optimizer]) -> torch.device:
         if gradients.present(optimizer.param_groups):
             break
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return device_of(groups) or torch.device("cpu")
+    return gradients.device_of(groups) or torch.device("cpu")
 
 
 def _end_cycles(

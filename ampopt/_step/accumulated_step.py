@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, AccumulationCycle, refuse_sparse
+from ampopt._step.gradient_rows import GradientRows
 from ampopt._step.overflow import check_and_unscale
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
@@ -90,12 +91,10 @@ def end_cycles(
     if request.causes or request.max_norm is not None:
         with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
         decision = check_and_unscale(
-            with_grads,
+            GradientRows.of(with_grads, with_grads, agreement, uploads["decide"]),
             request,
             decision_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
             decision_device,
-            write=False,
-            uploads=uploads["decide"],
         )
     elif flags is not None:
         constants = uploads["decide"].setdefault(decision_device, Uploads())

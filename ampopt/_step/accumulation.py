@@ -7,7 +7,7 @@ at the same addresses in every cycle.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.kept_rows import KeptRows
-from ampopt._step.overflow import check_and_unscale, device_of, works_of
+from ampopt._step.gradient_rows import GradientRows, works_of
+from ampopt._step.overflow import check_and_unscale
 from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
 from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
@@ -27,7 +27,7 @@ from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.memory import all_have_memory
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Decision, Request
-from ampopt_kernels.step_tensors import ParamRow, Work
+from ampopt_kernels.step_tensors import ParamRow
 from ampopt_kernels.tensors import dense_like, is_dense, real
 from ampopt_kernels.uploads import Uploads
 
@@ -119,7 +119,7 @@ class Accumulation(RefersToOptimizer):
         self._sums: dict[Any, Any] = {}
         self._sums_at: dict[int, int] = {}  # id of a sum → address of the memory made for it
         self._latest: dict[int, weakref.ref[Any]] = {}  # id of a parameter → its last gradient
-        self._rows: dict[bool, KeptRows] = {}  # by whether the sums were still empty
+        self._rows: dict[bool, GradientRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
@@ -179,11 +179,13 @@ class Accumulation(RefersToOptimizer):
             torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
-    def _rows_of_earlier_call(self) -> KeptRows | None:
+    def _rows_of_earlier_call(self) -> GradientRows | None:
         """The rows of an earlier call that fit the gradients of this one; ``None`` without such."""
         begun = {} if self.cycle is None else self.cycle.params
         rows = self._rows.get(not begun)
-        if rows is None or self.swapped_in or (begun and not rows.ids <= begun.keys()):
+        if rows is None or self.swapped_in:
+            return None
+        if begun and not all(id(one.tensor) in begun for one in rows.present):
             return None
         return rows if rows.take_gradients(self.groups) else None
 
@@ -202,7 +204,7 @@ class Accumulation(RefersToOptimizer):
                 ids = set(map(id, sums))
                 self._latest = {key: grad for key, grad in self._latest.items() if key in ids}
                 self._sums_at = {id(total): self._sums_at[id(total)] for total in sums.values()}
-            device = device_of(self.groups) or torch.device("cpu")
+            device = gradients.device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:
             raise ValueError(
@@ -216,7 +218,7 @@ class Accumulation(RefersToOptimizer):
         cycle: AccumulationCycle,
         request: Request,
         all_reduce: DecisionAllReduce | None,
-        rows: KeptRows | None = None,
+        rows: GradientRows | None = None,
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches.
 
@@ -230,14 +232,8 @@ class Accumulation(RefersToOptimizer):
         decision = reject = None
         checks_first = cycle.drop == "micro_batch"
         if checks_first or not present:
-            decision = check_and_unscale(
-                present,
-                request,
-                all_reduce,
-                cycle.decision_device,
-                write=False,
-                uploads=self.uploads["check"],
-            )
+            to_check = GradientRows.of(present, present, None, self.uploads["check"])
+            decision = check_and_unscale(to_check, request, all_reduce, cycle.decision_device)
             reject = None if decision is None else decision.found_inf
         if present:
             # Check even if this call has no scale: the step that ends the cycle may have one.
@@ -249,12 +245,11 @@ class Accumulation(RefersToOptimizer):
                 apply=False,
                 agree=None if checks_first else all_reduce,
             )
-            works = self._works_of_sums(cycle, present) if rows is None else [rows.work]
+            rows = self._rows_of_sums(cycle, present) if rows is None else rows
             try:
-                decision_on_sums = run(backend_for, works, add_request)
+                decision_on_sums = run(backend_for, rows.works, add_request)
             finally:
-                for work in works:
-                    work.release()
+                rows.release()
             decision = decision if checks_first else decision_on_sums
         # Recorded only now: if a kernel could not be compiled, nothing was added.
         cycle.params.update({id(one.tensor): one for one in present})
@@ -264,22 +259,22 @@ class Accumulation(RefersToOptimizer):
                 cycle.count(decision, all_reduce)
         return decision
 
-    def _works_of_sums(
-        self, cycle: AccumulationCycle, present: list[gradients.ParamWithGrad]
-    ) -> list[Work]:
-        """The work of adding each gradient to its sum, by device; kept if it may be used again."""
-        rows, grads = [], []
+    def _rows_of_sums(
+        self, cycle: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
+    ) -> GradientRows:
+        """The rows by which each gradient is added to its sum; kept if they may be used again."""
+        of_sums, grads = [], []
         for _, param, owner in present:
             values = gradients.values_of(param)
             fresh = id(param) not in cycle.params
             total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
-            rows.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
-        works = works_of(rows, grads, self.uploads["add"])
-        if KeptRows.fit(present, works):
-            (was_empty,) = works[0].rows[0].flags
-            self._rows[was_empty] = KeptRows(self.groups, present, works[0])
-        return works
+            of_sums.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
+        rows = GradientRows(present, present, works_of(of_sums, grads, self.uploads["add"]))
+        if kept := rows.kept(self.groups):
+            (was_empty,) = of_sums[0].flags
+            self._rows[was_empty] = kept
+        return rows
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:
         """The buffer to which the gradients of ``param`` are added, made if it is missing.

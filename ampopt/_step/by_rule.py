@@ -13,7 +13,6 @@ import torch
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
-from ampopt._step.overflow import device_of
 from ampopt._step.param_checks import Checks
 from ampopt._step.plan import Plan
 from ampopt._step.sharding import dtensor
@@ -80,7 +79,7 @@ class RuleRunner(RefersToOptimizer):
         self.uploads: dict[torch.device, Uploads] = {}
         self.torch_step: TorchStep | None = None
         if torchs_step is not None:
-            self.torch_step = TorchStep(optimizer, torchs_step, self.masters, self.uploads)
+            self.torch_step = TorchStep(optimizer, torchs_step, self.masters)
         self._second_runners: dict[Rule, RuleRunner] = {}
         self.second_states: dict[State, None] = {}
         self.plan: Plan | None = None
@@ -171,7 +170,7 @@ class RuleRunner(RefersToOptimizer):
     def _plan_with(self, absent: dict[int, torch.dtype], *, needs_agreement: bool) -> Plan:
         """A new plan, with rows also for the parameters in ``absent``; it makes missing states."""
         optimizer, rule = self.optimizer, self.rule
-        device = device_of(optimizer.param_groups)
+        device = gradients.device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _MAKES_STATES)
         planned, variants = self.checks.check_plannable(rule, absent=absent)
@@ -239,9 +238,7 @@ class RuleStep(StepStrategy):
             decision, step = self.unscale(request), Request(check=False)
         else:
             check_request = replace(self.observers.extend(request), max_norm=None)
-            decision = self.masters.unscale(
-                check_request, self.agreement(), self.uploads, self.needs_torch, write=False
-            )
+            decision = self.masters.unscale(check_request, write=False)
             # The step that follows unscales and clips when it reads the gradients.
             scale, max_norm, write = request.scale, request.max_norm, request.write
             step = Request(scale=scale, check=False, max_norm=max_norm, write=write)

@@ -18,6 +18,7 @@ __all__ = [
     "UNDERFLOWING",
     "ParamWithGrad",
     "check_gradient",
+    "device_of",
     "grad_of",
     "name_at",
     "name_of",
@@ -73,6 +74,20 @@ def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
         for param in group["params"]
         if param.grad is not None
     ]
+
+
+def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
+    """The device for decisions about these parameters; ``None`` if there are no parameters.
+
+    It is the device of the first parameter with a gradient, else of the first parameter.
+    """
+    first = None
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param.device
+            first = param if first is None else first
+    return None if first is None else first.device
 
 
 def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:

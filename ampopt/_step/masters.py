@@ -7,8 +7,9 @@ gets a float32 copy, which is kept until the step.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.kept_rows import RowsOfGradients
-from ampopt._step.overflow import make_writable
-from ampopt._step.rank_agreement import Agreement
+from ampopt._step.gradient_rows import GradientRows
+from ampopt._step.overflow import check_and_unscale, make_writable
+from ampopt._step.rank_agreement import decision_all_reduce
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
@@ -98,7 +99,8 @@ class Masters(RefersToOptimizer):
         self._at_unscale = _NONE
         self.read_early: _GradAtRead | None = None
         self._warned_of_reading = False
-        self._rows = RowsOfGradients()
+        self._rows: dict[bool, GradientRows | None] = {}  # by whether they are unscaled
+        self._uploads: dict[torch.device, Uploads] = {}
 
     # --- which parameter has one ------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Masters(RefersToOptimizer):
         """Copy the gradients of parameters that have masters to the masters."""
         if self.read_early is not None:
             self.warn_of_early_reading()
-        self._copy([one.tensor for one in with_grads], self._with_masters_in_place(with_grads))
+        self._copy(with_grads, self._with_masters_in_place(with_grads))
 
     def _with_masters_in_place(
         self, with_grads: list[gradients.ParamWithGrad]
@@ -194,10 +196,14 @@ class Masters(RefersToOptimizer):
                 holders[place] = gradients.ParamWithGrad(index, holder, owner)
         return holders
 
-    def _copy(self, with_grads: list[Tensor], holders: list[gradients.ParamWithGrad]) -> None:
+    def _copy(
+        self,
+        with_grads: Sequence[gradients.ParamWithGrad],
+        holders: Sequence[gradients.ParamWithGrad],
+    ) -> None:
         """Copy the gradients of parameters to ``holders``, where these are other tensors."""
         each = zip(with_grads, holders, strict=True)
-        pairs = [(param, one.tensor) for param, one in each if one.tensor is not param]
+        pairs = [(one.tensor, holder.tensor) for one, holder in each if holder is not one]
         params = [param for param, _ in pairs]
         grads: list[Any] = list(map(gradients.grad_of, params))
         copies = [
@@ -212,59 +218,49 @@ class Masters(RefersToOptimizer):
         _copy_each(copies, grads)
 
     @torch.no_grad()
-    def unscale(
-        self,
-        request: Request,
-        agreement: Agreement | None,
-        uploads: dict[torch.device, Uploads],
-        check_gradients: Callable[[], object],
-        *,
-        write: bool = True,
-    ) -> Decision | None:
+    def unscale(self, request: Request, *, write: bool = True) -> Decision | None:
         """Unscale, check and clip the gradients, in place or on the masters.
 
         Args:
             request: the scale and what to measure; no step is run.
-            agreement: the ranks that all-reduce the overflow flag; ``None`` for this rank alone.
-            uploads: constants that earlier calls have copied to a device, by device.
-            check_gradients: raises for gradients that the step cannot use; called unless they are
-                like those of the call before, or none is written.
             write: whether to unscale; if not, gradients are only checked.
 
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        groups, write = self.optimizer.param_groups, write and request.scale is not None
-        edits = write or request.max_norm is not None
-
-        def prepare(with_grads: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
-            if write:  # before anything changes
-                check_gradients()
-                self.check_float16(with_grads)
-            if edits:
-                make_writable(with_grads)
-            return self._with_masters_in_place(with_grads) if write else with_grads
-
+        optimizer, ours = self.optimizer, self.optimizer._ampopt
+        groups, states, agreement = optimizer.param_groups, optimizer.state, ours.agreement()
+        write = write and request.scale is not None
+        edits, copies = write or request.max_norm is not None, write and self._makes_masters
         if write and self.read_early is not None:
             self.warn_of_early_reading()
-        with_grads, decision = self._rows.check(
-            groups,
-            request,
-            agreement,
-            uploads,
-            prepare,
-            self._copy if write and self._makes_masters else None,
-            states=self.optimizer.state,
-            write=write,
-            edits=edits,
-        )
+        rows = self._rows.get(write)
+        if rows is not None and rows.take_gradients(groups, agreement, states, are_written=edits):
+            if copies:
+                self._copy(rows.present, rows.holders)
+                rows.read_holders()
+        else:
+            present = holders = gradients.params_with_grads(groups)
+            if write:  # before anything changes
+                ours.needs_torch()
+                self.check_float16(present)
+            if edits:
+                make_writable(present)
+            if copies:
+                holders = self._with_masters_in_place(present)
+                self._copy(present, holders)
+            rows = GradientRows.of(present, holders, agreement, self._uploads)
+            self._rows = {write: rows.kept(groups, states)}
+        request = replace(request, write=write)
+        all_reduce = decision_all_reduce(agreement, request, len(rows.present))
+        decision = check_and_unscale(rows, request, all_reduce, gradients.device_of(groups))
         if decision is not None and request.max_norm is not None:
-            _clip([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
+            _clip([gradients.values_of(tensor) for _, tensor, _ in rows.holders], decision.clip)
         return decision
 
     def drop_rows(self) -> None:
         """Drop the rows that :meth:`unscale` has kept, and with them their parameters."""
-        self._rows = RowsOfGradients()
+        self._rows.clear()
 
     @torch.no_grad()
     def show_unscaled(self) -> None:

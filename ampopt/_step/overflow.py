@@ -2,29 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ampopt._step import gradients
-from ampopt._step.rank_agreement import Agreement, DecisionAllReduce
+from ampopt._step.gradient_rows import GradientRows
+from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
+from ampopt._step.ranks import AgreementCache
 from ampopt.backend import backend_for
 from ampopt_kernels.memory import overlaps_itself, sharing_memory
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Decision, Request
-from ampopt_kernels.step_tensors import ParamRow, Work
-from ampopt_kernels.tensors import dense_like
+from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.uploads import Uploads
 
-__all__ = [
-    "GradientWorks",
-    "check_and_unscale",
-    "decided_elsewhere",
-    "device_of",
-    "make_writable",
-    "works_of",
-]
+__all__ = ["OverflowCheck", "check_and_unscale", "decided_elsewhere", "make_writable"]
 
 
 def decided_elsewhere(
@@ -55,81 +48,73 @@ def decided_elsewhere(
 
 @torch.no_grad()
 def check_and_unscale(
-    with_grads: Sequence[gradients.ParamWithGrad],
+    rows: GradientRows,
     request: Request,
     all_reduce: DecisionAllReduce | None,
-    decision_device: torch.device | None,
-    *,
-    write: bool,
-    uploads: dict[torch.device, Uploads],
+    device: torch.device | None,
 ) -> Decision | None:
     """Check gradients for inf/NaN, and make one decision. Does not synchronize.
 
     Args:
-        with_grads: the parameters with gradients, of one optimizer or of several.
-        request: the scale and what else to check; nothing is stepped.
+        rows: the rows of the gradients, of one optimizer or of several.
+        request: the scale, what else to check, and whether to unscale the gradients in place
+            (``write``; see :func:`make_writable`). Nothing is stepped.
         all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
-        decision_device: the device of the decision if there are no gradients on this rank.
-        write: whether to unscale the gradients in place; see :func:`make_writable`.
-        uploads: constants that earlier calls have copied to a device, by device.
+        device: the device of the decision if there are no gradients on this rank; ``None`` if
+            there are no parameters.
 
     Returns:
-        The decision; ``None`` if there are no gradients.
+        The decision; ``None`` if no rank has gradients.
     """
-    if not with_grads:
-        return decided_elsewhere(request, all_reduce, decision_device)
-    agreement = None if all_reduce is None else all_reduce.agreement
-    return GradientWorks.of(with_grads, agreement, uploads).check(request, all_reduce, write=write)
+    if not rows.present:
+        return decided_elsewhere(request, all_reduce, device)
+    try:
+        decision = run(backend_for, rows.works, replace(request, apply=False, agree=all_reduce))
+    finally:
+        rows.release()
+    if request.write:
+        for values, unscaled_values in rows.copies:
+            values.copy_(unscaled_values)
+    return decision
 
 
-class GradientWorks(NamedTuple):
-    """The rows of gradients that are only checked and unscaled.
+class OverflowCheck:
+    """Checks the gradients of the same optimizers, which make one decision, call after call."""
 
-    Attributes:
-        works: the rows, by device.
-        copies: original and copy of each gradient that is not dense in memory: its row has the
-            copy.
-    """
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self._agreement = AgreementCache(step_has_collectives=False)
+        self._rows: GradientRows | None = None
+        self._uploads: dict[torch.device, Uploads] = {}
 
-    works: list[Work]
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    def agreement(self, optimizers: Sequence[Any], process_group: Any) -> Agreement | None:
+        """The ranks that all-reduce the overflow flag; see :func:`ampopt._step.ranks.agreement`."""
+        return self._agreement.get(optimizers, process_group)
 
-    @staticmethod
-    def of(
-        with_grads: Sequence[gradients.ParamWithGrad],
-        agreement: Agreement | None,
-        uploads: dict[torch.device, Uploads],
-    ) -> "GradientWorks":
-        """Make the rows.
+    @torch.no_grad()
+    def check(
+        self, optimizers: Sequence[Any], request: Request, agreement: Agreement | None
+    ) -> Decision | None:
+        """Check the present gradients.
 
         Args:
-            with_grads: as for :func:`check_and_unscale`.
-            agreement: the ranks whose norm counts replicated gradients once; ``None`` for one rank.
-            uploads: as for :func:`check_and_unscale`.
-        """
-        rows, grads, copies = [], [], []
-        for group, tensor, owner in with_grads:
-            values = gradients.values_of(tensor)
-            grad = dense_like(values, values)
-            if grad is not values:
-                copies.append((values, grad))
-            grads.append(grad)
-            in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
-            rows.append(ParamRow(grad.dtype, in_norm=in_norm, owner=owner))
-        return GradientWorks(works_of(rows, grads, uploads), copies)
+            optimizers: the same ones in every call.
+            request: see :func:`check_and_unscale`.
+            agreement: what :meth:`agreement` returned.
 
-    def check(
-        self, request: Request, all_reduce: DecisionAllReduce | None, *, write: bool
-    ) -> Decision:
-        """Check the gradients; see :func:`check_and_unscale`."""
-        check_request = replace(request, write=write, apply=False, agree=all_reduce)
-        decision = run(backend_for, self.works, check_request)
-        if write:
-            for values, unscaled_values in self.copies:
-                values.copy_(unscaled_values)
-        for work in self.works:
-            work.release()
-        return decision
+        Returns:
+            The decision; ``None`` if no rank has gradients.
+        """
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rows = self._rows
+        if rows is None or not rows.take_gradients(groups, agreement, are_written=request.write):
+            present = gradients.params_with_grads(groups)
+            if request.write:
+                make_writable(present)
+            rows = GradientRows.of(present, present, agreement, self._uploads)
+            self._rows = rows.kept(groups)
+        all_reduce = decision_all_reduce(agreement, request, len(rows.present))
+        return check_and_unscale(rows, request, all_reduce, gradients.device_of(groups))
 
 
 @torch.no_grad()
@@ -144,39 +129,3 @@ def make_writable(with_grads: Sequence[gradients.ParamWithGrad]) -> None:
     for place, (_, tensor, _) in enumerate(with_grads):
         if place in shared or overlaps_itself(each[place]):
             tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
-
-
-def works_of(
-    rows: Sequence[ParamRow],
-    grads: Sequence[Any],
-    uploads: dict[torch.device, Uploads],
-    rule: Rule | None = None,
-) -> list[Work]:
-    """Group rows and their gradients by device, the device of the first parameter first."""
-    works: dict[torch.device, Work] = {}
-    work = None
-    for row, grad in zip(rows, grads, strict=True):
-        device = (grad if row.param is None else row.param).device
-        if work is None or work.device != device:
-            if device not in works:
-                if device not in uploads:
-                    uploads[device] = Uploads()
-                works[device] = Work(device, [], [], rule, uploads=uploads[device])
-            work = works[device]
-        work.rows.append(row)
-        work.grads.append(grad)
-    return list(works.values())
-
-
-def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
-    """The device for decisions about these parameters; ``None`` if there are no parameters.
-
-    It is the device of the first parameter with a gradient, else of the first parameter.
-    """
-    first = None
-    for group in param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return param.device
-            first = param if first is None else first
-    return None if first is None else first.device

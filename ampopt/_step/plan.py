@@ -14,15 +14,11 @@ from typing import Any
 import torch
 
 from ampopt._step import ranks
+from ampopt._step.gradient_rows import GradientRows, works_of
 from ampopt._step.gradients import params_of
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
-from ampopt._step.overflow import (
-    check_and_unscale,
-    decided_elsewhere,
-    make_writable,
-    works_of,
-)
+from ampopt._step.overflow import check_and_unscale, decided_elsewhere, make_writable
 from ampopt._step.param_checks import PlannedParam
 from ampopt._step.param_rows import RuleRows
 from ampopt._step.plan_guards import GradientsNow, GroupGuard, TensorGuard
@@ -228,10 +224,11 @@ class Plan:
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended_request.write:  # in place, after the update has read them
-            unscale = Request(scale=request.scale, check=False)
+            unscale = Request(scale=request.scale, check=False, write=True)
             with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
             make_writable(with_grads)
-            check_and_unscale(with_grads, unscale, None, None, write=True, uploads=self._uploads)
+            rows = GradientRows.of(with_grads, with_grads, None, self._uploads)
+            check_and_unscale(rows, unscale, None, None)
         return decision
 
     def _can_write(self) -> bool:

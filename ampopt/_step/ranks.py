@@ -1,8 +1,10 @@
 """Which ranks take part in the all-reduces of an optimizer; :mod:`rank_agreement` makes them."""
 
 import gc
+import operator
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,7 +153,7 @@ def _is_replicated(param: Any) -> bool:
 
 
 class AgreementCache:
-    """The :func:`agreement` of one optimizer, remade once its parameters or ranks have changed."""
+    """The :func:`agreement` of some optimizers, remade once parameters or ranks have changed."""
 
     def __init__(self, *, step_has_collectives: bool) -> None:
         """Start with empty caches.
@@ -160,20 +162,22 @@ class AgreementCache:
             step_has_collectives: see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         self._step_has_collectives = step_has_collectives
-        self._groups: list[Any] | None = None
+        self._lists: list[Any] = []
         self._members = IdentityGuard([], [])
         self._params: list[Any] = []
         self._key: Any = None
         self._agreement: Agreement | None = None
 
-    def get(self, optimizer: Any, process_group: Any) -> Agreement | None:
-        """The :func:`agreement` of ``optimizer``."""
+    def get(self, optimizers: Sequence[Any], process_group: Any) -> Agreement | None:
+        """The :func:`agreement` of ``optimizers``, the same ones in every call."""
         if self._key is None and process_group is None and not _is_initialized():
             return None
-        groups = optimizer.param_groups
-        if groups is not self._groups or not self._members.unchanged():
-            self._groups, self._params, self._key = groups, list(params_of(groups)), None
-            lists = [groups, *(group["params"] for group in groups)]
+        lists = [optimizer.param_groups for optimizer in optimizers]
+        groups = list(chain.from_iterable(lists))
+        are_kept = self._key is not None and all(map(operator.is_, lists, self._lists))
+        if not are_kept or not self._members.unchanged():
+            self._lists, self._params, self._key = lists, list(params_of(groups)), None
+            lists = [*lists, *(group["params"] for group in groups)]
             self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
         replicated = [group.get(REPLICATED) for group in groups]
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
@@ -183,7 +187,7 @@ class AgreementCache:
                 groups,
                 process_group,
                 step_has_collectives=self._step_has_collectives,
-                optimizers=[optimizer],
+                optimizers=optimizers,
             )
             self._key = key
         return self._agreement

@@ -21,7 +21,6 @@ from ampopt._step.accumulation import Accumulation
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
 from ampopt._step.observers import Observers
-from ampopt._step.overflow import device_of
 from ampopt._step.phase import Pending, Phase
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import LeftOut
@@ -278,9 +277,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        decision = self.masters.unscale(
-            self.observers.extend(request), self.agreement(), self.uploads, self.needs_torch
-        )
+        decision = self.masters.unscale(self.observers.extend(request))
         self.note_norm(request, decision)
         return decision
 
@@ -303,12 +300,12 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @property
     def decision_device(self) -> torch.device:
-        """The device on which overflow flag and scale are computed; see :func:`device_of`."""
-        return device_of(self.optimizer.param_groups) or torch.device("cpu")
+        """The device on which overflow flag and scale are computed; see ``gradients.device_of``."""
+        return gradients.device_of(self.optimizer.param_groups) or torch.device("cpu")
 
     def agreement(self) -> Agreement | None:
         """The ranks that all-reduce the overflow flag; ``None`` if this rank decides alone."""
-        return self._agreement.get(self.optimizer, self.process_group)
+        return self._agreement.get([self.optimizer], self.process_group)
 
     def no_overflow(self) -> Tensor:
         """A new flag that is 0."""

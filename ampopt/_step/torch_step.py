@@ -15,7 +15,6 @@ from ampopt._step.masters import Masters
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt_kernels.step_data import Decision, Request
-from ampopt_kernels.uploads import Uploads
 
 __all__ = ["TorchStep"]
 
@@ -28,7 +27,6 @@ class TorchStep(RefersToOptimizer):
         optimizer: torch.optim.Optimizer,
         bound_step: Callable[[Any], Any],
         masters: Masters,
-        uploads: dict[torch.device, Uploads],
     ) -> None:
         """Store how to step.
 
@@ -36,10 +34,9 @@ class TorchStep(RefersToOptimizer):
             optimizer: the optimizer to step; stored as a weak reference.
             bound_step: ``bound_step(optimizer)`` is the bound ``step`` that the class inherits.
             masters: the master weights of the parameters.
-            uploads: constants that earlier steps have copied to a device, by device.
         """
         super().__init__(optimizer)
-        self._bound_step, self._masters, self._uploads = bound_step, masters, uploads
+        self._bound_step, self._masters = bound_step, masters
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy:
@@ -58,9 +55,9 @@ class TorchStep(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        optimizer, ours = self.optimizer, self.optimizer._ampopt
+        optimizer = self.optimizer
         optimizer._prepare_torchs_step()
-        decision = self._masters.unscale(request, ours.agreement(), self._uploads, ours.needs_torch)
+        decision = self._masters.unscale(request)
         if decision is not None:
             # Without hooks: those of the class run around our step already.
             step = beneath_hooks(self._bound_step(optimizer).__func__)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampopt._step import gradients, ranks
-from ampopt._step.kept_rows import RowsOfGradients
-from ampopt._step.overflow import make_writable
+from ampopt._step import gradients
+from ampopt._step.overflow import OverflowCheck
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
@@ -41,7 +40,7 @@ class Record:
         owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
         holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
         pending: the holder's pending unscale, to detect that it was discarded since.
-        rows: the rows of its gradients, kept from one ``update`` to the next.
+        check: checks its gradients.
     """
 
     optimizer: Any
@@ -54,7 +53,7 @@ class Record:
     owned: bool = False
     holder: Any = None
     pending: Any = None
-    rows: RowsOfGradients = field(default_factory=RowsOfGradients)
+    check: OverflowCheck = field(default_factory=OverflowCheck)
 
     def of(self, optimizer: Any) -> bool:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
@@ -101,18 +100,11 @@ def check_gradients(
         times: a factor, a tensor, by which the gradients are multiplied in addition to the scale.
     """
     scale = record.scale
-    request = request_for(scale)
+    request = request_for(scale, write=write)
     if times is not None:
         request = Request(scale=scale.value * times)
-    groups = optimizer.param_groups
-    agreement = ranks.agreement(groups, record.process_group, optimizers=[optimizer])
-
-    def prepare(with_grads: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
-        if write:
-            make_writable(with_grads)
-        return with_grads
-
-    _, decision = record.rows.check(groups, request, agreement, {}, prepare, write=write)
+    agreement = record.check.agreement([optimizer], record.process_group)
+    decision = record.check.check([optimizer], request, agreement)
     if decision is None:
         record.set_result(None, scale)
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients
-from ampopt._step.overflow import device_of
+from ampopt._step.gradients import device_of
 from ampopt._step.ranks import UnpicklableGroup, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
@@ -476,7 +476,7 @@ class GradScaler(scheduled.ScheduledScaler):
         record = Record(optimizer, optimizer.param_groups, scale, group)
         for last in self._stepped_records:
             if last.of(optimizer):
-                record.rows = last.rows
+                record.check = last.check
         self._records.append(record)
         return record
 
