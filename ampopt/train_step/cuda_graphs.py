@@ -28,7 +28,7 @@ from ampopt._step.step_hooks import run_step_hooks
 from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree, version
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.results import StepResult, as_flag
+from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.native.objects import IdentityGuard
 
 __all__ = ["Body", "CapturedSteps", "CudaGraphs", "Graphs", "check_capturable"]
@@ -256,7 +256,7 @@ class CapturedSteps:
         )
         with ours.observers.with_loss(loss):
             run_step_hooks(optimizer)
-        reports = () if decision is None else [report.copy() for report in decision.reports]
+        reports = [report.copy() for report in reports_of(found_inf)]
         return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), next_scale)
 
     def _send_hyper(self, plan: Plan) -> None:

@@ -107,10 +107,12 @@ class Training:
         self.step = kind(self.model, MSE, self.optimizer, scale(), cuda_graph=cuda_graph, **options)
         self.dtype = dtype
         self.seen: list[Any] = []
+        self.results: list[Any] = []
 
     def __call__(self, *firsts: float, rows: int = 2) -> Any:
         for first in firsts:
             result = self.step(*batch(first, rows, self.dtype))
+            self.results.append(result)
             scale = result.scale and result.scale.state_dict()
             self.seen.append((result.loss, result.found_inf, self.optimizer.grad_norm, scale))
         return self
@@ -118,7 +120,9 @@ class Training:
     @property
     def now(self) -> Any:
         parameters = [bits(p) for p in self.model.parameters()]
-        return bits(self.seen), parameters, state_of(self.optimizer), bits(torch.get_rng_state())
+        overflowed = [result.overflowed for result in self.results]
+        seen = bits(self.seen), overflowed
+        return *seen, parameters, state_of(self.optimizer), bits(torch.get_rng_state())
 
 
 def both(train: Callable[[Training], Any], **options: Any) -> Training:
@@ -218,12 +222,12 @@ def test_a_step_with_other_gradients_than_those_before_is_refused(graphs, at):
     linear: Any = training.model[1]
     for _ in range(at):
         training(1.0)
-    before = training.now[1:]
+    before = training.now[2:]
     linear.register_forward_hook(lambda _, inputs, __: inputs[0] @ linear.weight.t())
     with pytest.raises(RuntimeError, match=r"gradients of group 0, parameter 1, .* freeze"):
         training(1.0)
     if at == CAPTURED_AT:  # the capture computes nothing
-        assert training.now[1:] == before
+        assert training.now[2:] == before
     assert graphs.replays == 0
 
 
