@@ -18,7 +18,7 @@ from ampopt_kernels.triton.launch import (
     sources_of,
     variant_of,
 )
-from ampopt_kernels.triton.table import Table, hyper_table, state_columns
+from ampopt_kernels.triton.table import Table, hyper_table
 
 __all__ = ["control_kernel", "control_launch"]
 
@@ -128,7 +128,7 @@ def control_launch(
                 "ADVANCE": advance,
                 "SOURCES": "" if advance is None else sources_of(advance.before, advance.scalars),
                 "COLUMNS": 0 if table is None else table.columns,
-                "FIRST": 0 if table is None else 2 + state_columns(work.rule) + table.scale_columns,
+                "FIRST": 0 if table is None else table.first_scalar,
                 "PARTS": PARTS,
                 "ROWS": ROWS,
             },

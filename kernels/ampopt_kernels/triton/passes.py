@@ -55,7 +55,7 @@ from ampopt_kernels.triton.launch import THREADS, Variant, sources_of, variant_o
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_column_factors import factors_of, load_factors
 from ampopt_kernels.triton.row_layout import layout_of
-from ampopt_kernels.triton.table import Launch, Table, state_columns
+from ampopt_kernels.triton.table import Launch, Table
 
 __all__ = ["ACCUMULATE", "Pass", "detect", "pass_kernel", "pass_launches", "reduce", "update"]
 
@@ -171,7 +171,7 @@ def _constants(work: Work, of: Pass, group: Launch, width: int) -> dict[str, Any
         "ROW": layout_of(row, group.aligns_of(row.dtypes), group.even, group.compute_dtype),
         "SOURCES": sources_of(of.reduce, of.update),
         "N_H": width,
-        "SCALES": 2 + state_columns(work.rule) if row.is_coded else 0,
+        "SCALES": table.first_scale if row.is_coded else 0,
         "COLUMNS": table.columns,
         "CHUNK": None if of.name == "detect" else table.chunk,
         # Half as many elements, or Adam would need 160 registers.

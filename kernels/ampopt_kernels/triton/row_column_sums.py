@@ -24,7 +24,7 @@ from ampopt_kernels.triton.codecs import scales_at
 from ampopt_kernels.triton.launch import Variant, variant_of
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_layout import layout_of
-from ampopt_kernels.triton.table import EVEN, Table, state_columns
+from ampopt_kernels.triton.table import EVEN, Table
 
 __all__ = ["Lines", "line_kernel", "lines_of"]
 
@@ -102,7 +102,7 @@ def _divided(work: Work, table: Table) -> Lines:
     of_all = {
         "RULE": rule.averages,
         "N_H": rule.widths(len(work.hyper[0])).reduce,
-        "SCALES": 2 + state_columns(rule),
+        "SCALES": table.first_scale,
         "COLUMNS": table.columns,
     }
     of_kind: dict[Any, list[int]] = {}

@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.element_indices import NUMBERS
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_tensors import ParamRow, Work
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "Launch",
     "Table",
     "hyper_table",
-    "state_columns",
 ]
 
 BLOCK = 1 << 10
@@ -126,8 +124,8 @@ class Table:
         addresses: the table itself: int64, shape (rows * columns,), on the device.
         on_host: the same numbers on the host.
         columns: the width of the table.
-        scale_columns: how many of them are for scales, after the states' columns; 0 if no row has
-            codecs.
+        first_scale: the column with the address of the first state's scales, if there are any.
+        first_scalar: the column with the address of the first scalar state.
         chunks: int32, on the device: (row, chunk) of each program.
         row_of_chunk: the row of each chunk.
         spans: for each row its first program, and the program after its last.
@@ -147,7 +145,8 @@ class Table:
     addresses: Tensor
     on_host: array
     columns: int
-    scale_columns: int
+    first_scale: int
+    first_scalar: int
     chunks: Tensor
     row_of_chunk: list[int]
     spans: list[int]
@@ -194,13 +193,13 @@ class Table:
     @staticmethod
     def _new(work: Work) -> "Table":
         """A new table of ``work``, sent to the device."""
-        n_states = state_columns(work.rule)
-        n_scales = 0
-        if work.rule is not None and any(row.is_coded for row in work.rows):
-            n_scales = len(work.rule.state)
-        n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
+        n_states = n_scales = n_scalars = 0
+        if (rule := work.rule) is not None:
+            factors = 0 if rule.averages is None else len(rule.averages_over) + 2
+            n_states, n_scalars = len(rule.state) + 1 + factors, len(rule.scalar_state)
+            n_scales = len(rule.state) if any(row.is_coded for row in work.rows) else 0
         flag_sets: tuple[tuple[bool, ...], ...] = ((),)
-        takes_flags = work.rule is not None and work.rule.scalars_arguments > 2
+        takes_flags = rule is not None and rule.scalars_arguments > 2
         if takes_flags:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
         n_jumps = max((len(row.indices.jumps) for row in work.rows), default=0)
@@ -236,7 +235,8 @@ class Table:
             addresses=get(_name("rows", work), numbers, torch.int64, work.device),
             on_host=numbers,
             columns=8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps,
-            scale_columns=n_scales,
+            first_scale=2 + n_states,
+            first_scalar=2 + n_states + n_scales,
             chunks=get(_name("chunks", work), chunks, torch.int32, work.device),
             row_of_chunk=chunks[::2],
             spans=spans,
@@ -287,14 +287,6 @@ def _launches(
         if stop > start:
             launches.append(Launch(start, stop, work.rows[members[0]], align, even))
     return launches, chunks, spans
-
-
-def state_columns(rule: Rule | None) -> int:
-    """Columns of the table for elementwise states, the copy, factors, m and n."""
-    if rule is None:
-        return 0
-    factors = 0 if rule.averages is None else len(rule.averages_over) + 2
-    return len(rule.state) + 1 + factors
 
 
 def hyper_table(work: Work) -> Tensor:
