@@ -7,7 +7,6 @@ If Triton is installed, ``tl`` is ``triton.language``, and ``jit`` is ``triton.j
 ``jit`` only marks a function. So a rule is written once, and can be imported everywhere.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -41,22 +40,12 @@ __all__ = [
 ]
 
 
-def _can_import(name: str) -> bool:
-    """Whether the module ``name`` is installed and can be imported."""
-    try:
-        importlib.import_module(name)
-    except ImportError:  # not installed, or installed and broken
-        return False
-    return True
-
-
 def _patch_interpreter() -> None:
     """Let ``range`` in a kernel end at an argument of the kernel, in Triton's interpreter.
 
     Triton 3.6 passes such an argument as an array of one element, and leaves it to NumPy to convert
     the array to an integer, which NumPy 2.4 refuses. Triton 3.9 has the same fix.
     """
-    import triton
     from triton.runtime import interpreter
 
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
@@ -70,8 +59,12 @@ def _patch_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-HAS_TRITON = _can_import("triton.language")
+HAS_TRITON = True
 """Whether Triton can be imported."""
+try:
+    import triton.language
+except ImportError:  # not installed, or installed and broken
+    HAS_TRITON = False
 
 INTERPRETED = False
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` at import), so on the CPU."""
@@ -93,8 +86,6 @@ if TYPE_CHECKING:
         constexpr: TypeAlias = Any
 
 elif HAS_TRITON:
-    import triton
-    import triton.language
     from triton import knobs
 
     tl = triton.language

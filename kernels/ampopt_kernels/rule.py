@@ -14,7 +14,7 @@ from ampopt_kernels.codecs import BFLOAT16, SIGNED, Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
 from ampopt_kernels.state import MASTER, PARAM, State, conditions_of
 
-__all__ = ["MASTER", "PARAM", "ParamKind", "Rule", "State", "call_scalars"]
+__all__ = ["MASTER", "PARAM", "ParamKind", "Rule", "State"]
 
 ParamKind = tuple[int, torch.dtype]
 """Number of dimensions of a parameter, and its dtype, or that of its master weight."""
@@ -40,21 +40,6 @@ def keep(s, h):
 def keep_all(s, h, flags):
     """The ``before_reduce`` of a rule that has none: hyperparameters reach ``reduce``."""
     return s, h
-
-
-@jit
-def call_scalars(
-    SCALARS: tl.constexpr, ARGUMENTS: tl.constexpr, s, h, FLAGS: tl.constexpr, sums, totals
-):
-    """Call ``SCALARS`` with the first ``ARGUMENTS`` of the others."""
-    if ARGUMENTS == 2:
-        return SCALARS(s, h)
-    elif ARGUMENTS == 3:
-        return SCALARS(s, h, FLAGS)
-    elif ARGUMENTS == 4:
-        return SCALARS(s, h, FLAGS, sums)
-    else:
-        return SCALARS(s, h, FLAGS, sums, totals)
 
 
 @dataclass(frozen=True, eq=False)

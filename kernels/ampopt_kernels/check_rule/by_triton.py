@@ -16,7 +16,7 @@ from typing import Any
 
 from ampopt_kernels.check_rule.function import Function, functions_of, own_codecs
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
-from ampopt_kernels.rule import Rule, call_scalars
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
 
 __all__ = ["TARGETS", "can_compile_for", "check", "compile_for", "gpu_target"]
@@ -87,7 +87,7 @@ def _scalars_kernel(
     s = _loaded(blocks + at, N_SCALARS, 128)
     h = _loaded(blocks + N_SCALARS * 128 + at, N_H, 128)
     sums = _loaded(blocks + (N_SCALARS + N_H) * 128 + at, N_TERMS, 128)
-    new_s, new_h = call_scalars(FUNCTION, ARGUMENTS, s, h, FLAGS, sums, sums)
+    new_s, new_h = FUNCTION(*(s, h, FLAGS, sums, sums)[:ARGUMENTS])
     for i in tl.static_range(N_SCALARS):
         tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
     for i in tl.static_range(len(new_h)):

@@ -6,7 +6,6 @@ import torch
 
 from ampopt_kernels import step_decision as decide_module
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.rule import call_scalars
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_decision import decide
 from ampopt_kernels.step_tensors import Work
@@ -394,7 +393,7 @@ def _advance(
         over_all = over_all + (tl.load(totals + i),)
     if ADVANCE.arguments > 3:
         s, h = ADVANCE.before(s, h, FLAGS)
-    new_s, new_h = call_scalars(ADVANCE.scalars, ADVANCE.arguments, s, h, FLAGS, each, over_all)
+    new_s, new_h = ADVANCE.scalars(*(s, h, FLAGS, each, over_all)[: ADVANCE.arguments])
     if ADVANCE.stores:
         # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
         skips = skip + tl.zeros((ROWS,), tl.float64)
