@@ -6,35 +6,16 @@ over a whole block has a constant number of elements, so that compilers use all 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.codecs import BFLOAT16, Codec, pair_and_part, scale_of
+from ampopt_kernels.cpu.dtypes import CODES
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 
-__all__ = ["CODES", "CodedStates", "RandomBits", "loop"]
-
-
-class _CodeType(NamedTuple):
-    """The C++ type of a code, and formats of C++ that make it a number, and a float a code.
-
-    The number is an ``int32_t`` of an integer, and a float of a float.
-    """
-
-    c_type: str
-    load: str
-    store: str
-
-
-CODES = {
-    torch.int8: _CodeType("int8_t", "int32_t({})", "int32_t({})"),
-    torch.uint8: _CodeType("uint8_t", "int32_t({})", "int32_t({})"),
-    torch.float16: _CodeType("uint16_t", "from_float16({})", "to_float16({})"),
-    torch.bfloat16: _CodeType("uint16_t", "from_bfloat16({})", "to_bfloat16({})"),
-}
-"""How C++ stores codes, by their dtype."""
+__all__ = ["CodedStates", "RandomBits", "loop"]
 
 
 class RandomBits:
@@ -133,7 +114,7 @@ class CodedStates:
     def decoded(self, i: int, program: Program) -> Any:
         """The value of an element of tensor ``i``, decoded by statements of ``program``."""
         codec = self._codecs[i]
-        element = CODES[codec.dtype].load.format(f"t{i}[i]")
+        element = f"{CODES[codec.dtype].load}(t{i}[i])"
         if codec.dtype.is_floating_point:
             code = program.new(torch.float32, element, True)
         else:
@@ -214,9 +195,10 @@ class CodedStates:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")
             program.each.append(f"code = code < {high} ? code : {high};")
-        store = "as_bfloat16({})" if codec is BFLOAT16 else CODES[codec.dtype].store
-        c_type = CODES[codec.dtype].c_type
-        program.each.append(f"t{i}[block + j] = ({c_type}){store.format('code')};")
+        c_type, _, store = CODES[codec.dtype]
+        if codec is BFLOAT16:
+            store = "as_bfloat16"
+        program.each.append(f"t{i}[block + j] = ({c_type}){store}(code);")
         yield f"for (int32_t first = 0; first < size; first += {size}) {{"
         yield f"const float reciprocal = r{i}[first / {size}];" * codec.has_scales
         end = f"first + {size}"  # compilers make faster loops of it than of the lesser of two

@@ -19,8 +19,8 @@ import torch
 from ampopt_kernels import element_indices, random_numbers, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import loops
-from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
-from ampopt_kernels.cpu.dtypes import DTYPES, preamble
+from ampopt_kernels.cpu.codecs import CodedStates, RandomBits
+from ampopt_kernels.cpu.dtypes import CODES, DTYPES, preamble
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
 from ampopt_kernels.cpu.low_bits import LowBits
 from ampopt_kernels.language import up_or_down

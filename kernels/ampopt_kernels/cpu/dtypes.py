@@ -1,4 +1,4 @@
-"""The C++ types, conversions and bits of the dtypes of parameters, gradients and states."""
+"""The C++ types and conversions of the dtypes of parameters, gradients and states."""
 
 import functools
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["DTYPES", "CDtype", "preamble"]
+__all__ = ["CODES", "DTYPES", "CDtype", "preamble"]
 
 
 class CDtype(NamedTuple):
@@ -14,27 +14,32 @@ class CDtype(NamedTuple):
 
     Attributes:
         c_type: the C++ type of an element in memory.
-        load: the C++ function that converts an element to float32; empty if arithmetic is in this
-            dtype.
-        store: the C++ function that rounds a float32 number to an element, or empty.
-        integer: the integer dtype of the same width.
-        infinity: the bits of infinity, as an integer.
+        load: the C++ function that converts an element to the type of arithmetic; empty if that is
+            ``c_type``.
+        store: the C++ function that rounds the result to an element, or empty.
     """
 
     c_type: str
     load: str
     store: str
-    integer: torch.dtype
-    infinity: int
 
 
+_HALVES = {
+    torch.float16: CDtype("uint16_t", "from_float16", "to_float16"),
+    torch.bfloat16: CDtype("uint16_t", "from_bfloat16", "to_bfloat16"),
+}
 DTYPES = {
-    torch.float16: CDtype("uint16_t", "from_float16", "to_float16", torch.int16, 0x7C00),
-    torch.bfloat16: CDtype("uint16_t", "from_bfloat16", "to_bfloat16", torch.int16, 0x7F80),
-    torch.float32: CDtype("float", "", "", torch.int32, 0x7F800000),
-    torch.float64: CDtype("double", "", "", torch.int64, 0x7FF0000000000000),
+    **_HALVES,
+    torch.float32: CDtype("float", "", ""),
+    torch.float64: CDtype("double", "", ""),
 }
 """The dtypes that rules support. ``gradients.cpp`` knows them by their index here."""
+CODES = {
+    torch.int8: CDtype("int8_t", "int32_t", "int32_t"),
+    torch.uint8: CDtype("uint8_t", "int32_t", "int32_t"),
+    **_HALVES,
+}
+"""The dtypes of codes: the numbers of integers are ``int32_t``, and of floats ``float``."""
 
 
 @functools.cache

@@ -20,6 +20,13 @@ __all__ = ["PART", "GradientRows"]
 
 PART = 1 << 12
 """Elements that a thread processes at a time."""
+_INFINITY = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+"""For each dtype the integer dtype of the same width, and infinity in it: the same bits."""
 _TESTS, _SQUARES, _MEASURES = range(3)
 """Values of ``LEVEL`` in ``gradients.cpp``."""
 
@@ -80,7 +87,7 @@ class GradientRows:
             flags: 0 for each row of the work; written.
         """
         if 0 <= inverse <= 1:  # this makes nothing larger
-            bound = DTYPES[self._dtypes[0]].infinity
+            _, bound = _INFINITY[self._dtypes[0]]
         else:
             bound = _bounds(*self._dtypes, inverse)[2]
         own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
@@ -132,13 +139,14 @@ def _bounds(dtype: torch.dtype, compute_dtype: torch.dtype, inverse: float) -> t
     """
     # The lower ends of the three intervals. Only an invalid scale makes 0 times ``inverse`` NaN.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
-    high = torch.full_like(low, DTYPES[dtype].infinity)  # the upper ends
+    integer, infinity = _INFINITY[dtype]
+    high = torch.full_like(low, infinity)  # the upper ends
     flushed = torch.tensor(
         [0.0, FLUSHED, torch.finfo(compute_dtype).max], dtype=compute_dtype, device="cpu"
     )
     while (low < high).any():
         middle = low + (high - low) // 2  # low + high may overflow int64
-        unscaled = (middle.to(DTYPES[dtype].integer).view(dtype).to(compute_dtype) * inverse).abs()
+        unscaled = (middle.to(integer).view(dtype).to(compute_dtype) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
     return *low.tolist(), compute_dtype == torch.float64
