@@ -37,12 +37,10 @@ __all__ = [
     "WIDE",
     "Codec",
     "decoded",
-    "decoded_each",
     "encoded",
     "encoded_each",
     "pair_and_part",
     "scale_of",
-    "scales_at",
     "uniform",
 ]
 
@@ -308,29 +306,6 @@ def pair_and_part(state: int) -> tuple[int, int]:
         state: the index of the state; -1 for a 24-bit master.
     """
     return (0, 2) if state < 0 else (state // 2, state % 2)
-
-
-def scales_at(
-    scales: Sequence[Tensor | None], codecs: Sequence[Codec | None], start: int, end: int
-) -> list[Tensor | None]:
-    """Views of the ``scales`` of each state for the elements ``start`` to ``end``.
-
-    ``start`` is the first element of a block.
-    """
-    return [
-        None if own is None or codec is None else own[start // codec.block : -(-end // codec.block)]
-        for own, codec in zip(scales, codecs, strict=True)
-    ]
-
-
-def decoded_each(
-    states: Sequence[Tensor], codecs: Sequence[Codec | None], scales: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """The values of states, each as :func:`decoded`; those without a codec as they are stored."""
-    return [
-        x if codec is None else decoded(x, codec, own)
-        for x, codec, own in zip(states, codecs, scales, strict=True)
-    ]
 
 
 def encoded_each(

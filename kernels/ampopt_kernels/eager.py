@@ -158,7 +158,7 @@ class Eager(Backend):
             start = 0
             for tensors in _chunks(*inputs):
                 end = start + tensors[0].numel()
-                states = codecs.decoded_each(tensors[2:], row.codecs, row.scales_at(start, end))
+                states = row.decoded(tensors[2:], start, end)
                 grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *states))
                 g = grad * factor[0] * factor[1]
                 state = (*state, *row.row_column_factors(start, end))
@@ -193,7 +193,7 @@ class Eager(Backend):
                 if has_indices:
                     position = row.indices.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
-                old_states = codecs.decoded_each(chunk[1:n], row.codecs, row.scales_at(start, end))
+                old_states = row.decoded(chunk[1:n], start, end)
                 full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])
                 param, *state = (t.to(dtype) for t in (full, *old_states))
                 update = rule.on_tensors("update", dtype)

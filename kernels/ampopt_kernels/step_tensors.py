@@ -104,7 +104,7 @@ class ParamRow:
         """:attr:`inputs`, with the values of states that have codecs."""
         full, *states = self.inputs
         if self.is_coded:
-            states = codecs.decoded_each(list(map(flat, states)), self.codecs, self.scales)
+            states = self.decoded(list(map(flat, states)), 0, full.numel())
         return (full, *states)
 
     @property
@@ -112,9 +112,28 @@ class ParamRow:
         """Whether a state has a codec."""
         return any(codec is not None for codec in self.codecs)
 
+    def decoded(self, states: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
+        """The values of the elements from ``start``, where a block begins, to ``end``.
+
+        Args:
+            states: what is stored of these elements in each of :attr:`state`.
+            start: the first element.
+            end: the element after the last.
+        """
+        scales = self.scales_at(start, end)
+        return [
+            x if codec is None else codecs.decoded(x, codec, own)
+            for x, codec, own in zip(states, self.codecs, scales, strict=True)
+        ]
+
     def scales_at(self, start: int, end: int) -> list[Tensor | None]:
         """The :attr:`scales` of the elements from ``start``, where a block begins, to ``end``."""
-        return codecs.scales_at(self.scales, self.codecs, start, end)
+        return [
+            None
+            if own is None or codec is None
+            else own[start // codec.block : -(-end // codec.block)]
+            for own, codec in zip(self.scales, self.codecs, strict=True)
+        ]
 
     def row_column_factors(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The row and column factors of the elements from ``start`` to ``end``, each 1-d."""
