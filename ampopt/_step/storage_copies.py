@@ -61,8 +61,11 @@ class StorageCopies:
             work.release()
 
     def restore(self) -> None:
-        """Copy everything back."""
+        """Copy everything back, also to storages that were resized since."""
         for work in self._works:
+            for whole in _wholes(work):
+                if (storage := whole.untyped_storage()).nbytes() != whole.nbytes:
+                    storage.resize_(whole.nbytes)
             torch._foreach_copy_(_wholes(work), work.grads)  # pyright: ignore[reportPrivateImportUsage]
 
     def restore_where(self, skip: Tensor) -> None:

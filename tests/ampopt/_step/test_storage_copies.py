@@ -39,6 +39,17 @@ def test_every_byte_of_a_storage_is_restored(backend, memory, start, skip):
         assert bits(storages) == before
 
 
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_a_storage_that_was_resized_gets_its_size_and_bytes_back(before, size):
+    tensor = torch.arange(float(before))
+    copies = StorageCopies([tensor])
+    copies.make()
+    tensor.untyped_storage().resize_(size)
+    copies.restore()
+    assert tensor.untyped_storage().nbytes() == 4 * before
+    assert tensor.tolist() == [*range(before)]
+
+
 def test_tensors_that_share_a_storage_are_copied_once():
     storage = torch.arange(6.0)
     copies = StorageCopies([storage[:3], storage[2:], storage])
