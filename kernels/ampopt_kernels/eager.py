@@ -210,8 +210,13 @@ class Eager(Backend):
                 chunk += [x for x in row.scales_at(start, end) if x is not None]
                 states, scales = codecs.encoded_each(state, row.codecs, position, key)
                 start = end
-                for old, new in zip(chunk, (param, *states, *copy, *scales), strict=True):
-                    old.copy_(keep(old, new.to(old.dtype)))
+                values = (param, *states, *copy, *scales)
+                news = [keep(old, x.to(old.dtype)) for old, x in zip(chunk, values, strict=True)]
+                # A rule may return an argument as another state: read it before it is written.
+                written = {old.data_ptr() for old in chunk}
+                news = [x.clone() if x.data_ptr() in written else x for x in news]
+                for old, new in zip(chunk, news, strict=True):
+                    old.copy_(new)
 
     def _sees_skip(self, decision: Decision) -> bool:
         """Whether the host sees that the step is skipped."""

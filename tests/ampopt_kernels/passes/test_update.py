@@ -26,10 +26,11 @@ from support.kernel_rows import (
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import rules
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.language import jit
+from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
-from ampopt_kernels.step_tensors import Work
+from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import arithmetic
 
 ADAM = (0.5, 0.9, 0.999, 0.125, 0.25)
@@ -311,3 +312,20 @@ def test_hyperparameters_may_be_tensors(engine, lr):
         rate = rate * 2
     assert built.rows[0].param is not None
     assert built.rows[0].param.tolist() == [1.0 - 3 * lr] * 5
+
+
+@jit
+def _turn(p, g, state, h, flags):
+    return state[0], (state[1], p)
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rule_may_return_its_arguments(engine, dtype):
+    """For instance to keep the previous parameter as a state."""
+    states = State("first", dtype=dtype), State("second", dtype=dtype)
+    rule = Rule(update=_turn, hyper=(), state=states)
+    p, first, second = tensors = [torch.full((CHUNK + 3,), x, dtype=dtype) for x in (1, 2, 3)]
+    work = Work(CPU, [ParamRow(dtype, p, state=(first, second))], [p + 1], rule, ((),))
+    run(lambda _: ENGINES[engine](), [work], Request(check=False))
+    assert [set(t.tolist()) for t in tensors] == [{2.0}, {3.0}, {1.0}]
