@@ -41,13 +41,26 @@ __all__ = [
 
 
 def _patch_interpreter() -> None:
-    """Let ``range`` in a kernel end at an argument of the kernel, in Triton's interpreter.
+    """Let Triton's interpreter run two things that Triton compiles.
 
-    Triton 3.6 passes such an argument as an array of one element, and leaves it to NumPy to convert
-    the array to an integer, which NumPy 2.4 refuses. Triton 3.9 has the same fix.
+    A comparison of two numbers becomes a block of the dtype of the numbers, of which ``&`` and
+    ``|`` with a comparison of blocks fail.
+
+    ``range`` in a kernel may end at an argument of the kernel. Triton 3.6 passes it as an array of
+    one element, and leaves it to NumPy to convert the array to an integer, which NumPy 2.4 refuses.
+    Triton 3.9 has the same fix.
     """
     from triton.runtime import interpreter
 
+    create_splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat(self, block_type, number):
+        block = create_splat(self, block_type, number)
+        if number.data.dtype == bool:
+            block.data = block.data.astype(bool)
+        return block
+
+    interpreter.InterpreterBuilder.create_splat = splat
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         return
     original = interpreter._patch_lang_tensor

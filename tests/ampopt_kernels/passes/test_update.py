@@ -26,7 +26,7 @@ from support.kernel_rows import (
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import rules
-from ampopt_kernels.language import jit
+from ampopt_kernels.language import jit, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
@@ -329,3 +329,18 @@ def test_a_rule_may_return_its_arguments(engine, dtype):
     work = Work(CPU, [ParamRow(dtype, p, state=(first, second))], [p + 1], rule, ((),))
     run(lambda _: ENGINES[engine](), [work], Request(check=False))
     assert [set(t.tolist()) for t in tensors] == [{2.0}, {3.0}, {1.0}]
+
+
+@jit
+def _on_two_conditions(p, g, state, h, flags):
+    return tl.where((g > 0) & (h[0] > h[1]), p, g), ()
+
+
+@each_engine
+def test_comparisons_of_numbers_and_of_blocks_combine(engine):
+    rule = Rule(update=_on_two_conditions, hyper=("a", "b"))
+    for hyper, expected in (((2.0, 1.0), [3.0, -1.0]), ((1.0, 2.0), [1.0, -1.0])):
+        p, g = torch.full((2,), 3.0), torch.tensor([1.0, -1.0])
+        work = Work(CPU, [ParamRow(torch.float32, p)], [g], rule, [hyper])
+        run(lambda _: ENGINES[engine](), [work], Request(check=False))
+        assert p.tolist() == expected
