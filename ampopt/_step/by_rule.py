@@ -173,7 +173,7 @@ class RuleRunner(RefersToOptimizer):
         device = gradients.device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _MAKES_STATES)
-        planned, variants = self.checks.check_plannable(rule, absent=absent)
+        planned, variants = self.checks.check_plannable(rule, absent)
         optimizer._complete_states()
         return Plan(
             optimizer,
@@ -182,7 +182,6 @@ class RuleRunner(RefersToOptimizer):
             self.uploads,
             planned,
             variants,
-            absent,
             needs_agreement=needs_agreement,
         )
 
@@ -257,7 +256,7 @@ class RuleStep(StepStrategy):
         if checks.need_torch():
             self.masters.check_float16(with_grads)
         else:
-            checks.check_plannable(self.runner.rule)
+            checks.check_plannable(self.runner.rule, {})
 
     @property
     def decision_of_step(self) -> Decision | None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ampopt._step.hyperparameters import kind_of
-from ampopt._step.small_states import codecs_of
+from ampopt._step.small_states import RANDOM_KEY, codecs_of, has_codes, scale_key
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rule import MASTER, Rule, State
 
 __all__ = ["DeclaredStates"]
 
@@ -62,6 +62,16 @@ class DeclaredStates(NamedTuple):
     def scalars(self) -> tuple[State, ...]:
         """The scalar states."""
         return self.rule.scalar_state_for(self.flags)
+
+    def keys_in(self, state: dict[str, Any]) -> list[str]:
+        """The keys of the tensors in ``state`` that a step reads or writes."""
+        keys = [MASTER] * self.has_master
+        for part in self.tensors:
+            keys.append(part.name)
+            if state.get(part.name) is not None and has_codes(state, part):
+                keys.append(scale_key(part.name))
+        keys += (RANDOM_KEY, *(part.name for part in self.scalars))
+        return [key for key in keys if isinstance(state.get(key), Tensor)]
 
     @property
     def by_codec(self) -> dict[State, Codec | None]:

@@ -52,7 +52,8 @@ class GradientRows:
     ) -> None:
         """Store the rows; see the attributes, and :meth:`of`."""
         self.present, self.holders, self.works, self.copies = present, holders, works, copies
-        self._agreement, self._guard = agreement, None
+        self._agreement = agreement
+        self._guard: _Guard | None = None
 
     @classmethod
     def of(
@@ -127,11 +128,10 @@ class GradientRows:
             Whether the rows fit: the same parameters have gradients, with the same layouts, and the
             same masters.
         """
-        if agreement is not self._agreement:
+        guard = self._guard
+        if guard is None or agreement is not self._agreement:
             return False
-        assert self._guard is not None
-        found = self._guard.addresses_now(groups, states)
-        params = [one.tensor for one in self.present]
+        found, params = guard.addresses_now(groups, states), guard.params
         if found is None or (are_written and may_overlap(list(map(grad_of, params)))):
             return False
         self.works[0].refresh(lambda: list(map(grad_of, params)), (), None, found)
@@ -148,7 +148,11 @@ class GradientRows:
 
 
 class _Guard:
-    """What has to stay alike, so that rows fit the gradients of another call."""
+    """What has to stay alike, so that rows fit the gradients of another call.
+
+    Attributes:
+        params: the parameter of each row.
+    """
 
     def __init__(
         self, groups: list[dict[str, Any]], rows: GradientRows, states: States | None
@@ -161,11 +165,11 @@ class _Guard:
             states: the state of each parameter, if it may have its master.
         """
         self._groups, self._states = list(groups), states
-        self._params = [one.tensor for one in rows.present]
-        ids = set(map(id, self._params))
+        self.params = [one.tensor for one in rows.present]
+        ids = set(map(id, self.params))
         self._others = [param for param in params_of(groups) if id(param) not in ids]
         entries: list[tuple[Any, Any]] = [(group, ("params",)) for group in groups]
-        pairs = zip(self._params, rows.holders, strict=True)
+        pairs = zip(self.params, rows.holders, strict=True)
         masters = {param: one.tensor for param, one in pairs if one.tensor is not param}
         if masters and states is not None:
             entries += [(states, masters.keys()), *((states[p], (MASTER,)) for p in masters)]
@@ -173,9 +177,9 @@ class _Guard:
         self._have_masters = list(map(MASTER_WEIGHTS.of, groups))
         # A step reads sums in ``p.grad``, where users may give them other memory.
         sums = [row.param for row in rows.works[0].rows if row.param is not None]
-        self._tensors, self._sums_at = [*sums, *self._params, *masters.values()], addresses(sums)
+        self._tensors, self._sums_at = [*sums, *self.params, *masters.values()], addresses(sums)
         self._layouts = LayoutGuard(self._tensors)
-        self._grad_layouts = LayoutGuard(list(map(grad_of, self._params)))
+        self._grad_layouts = LayoutGuard(list(map(grad_of, self.params)))
 
     def addresses_now(self, groups: list[dict[str, Any]], states: States | None) -> array | None:
         """The address of the gradient of each row; ``None`` if the rows do not fit."""
@@ -188,7 +192,7 @@ class _Guard:
         if any(param.grad is not None for param in self._others):
             return None
         found, fits = self._layouts.read(self._tensors)
-        grads_at, grads_fit = self._grad_layouts.read(self._params, of_gradients=True)
+        grads_at, grads_fit = self._grad_layouts.read(self.params, of_gradients=True)
         if not {*fits, *grads_fit} <= {1} or found[: len(self._sums_at)] != self._sums_at:
             return None
         return grads_at

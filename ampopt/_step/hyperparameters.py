@@ -39,7 +39,6 @@ class Variant(NamedTuple):
         scalars: names of the scalar states, and their dtypes.
         state_keys: the names of all states.
         scalar_keys: for each scalar state of the rule its name; ``None`` if the flags omit it.
-        no_codecs: ``None`` for each elementwise state.
         is_plain: whether the states are elementwise or scalar, and have all their digits: no option
             of :data:`ampopt.options.GROUP_OPTIONS` is set.
     """
@@ -50,7 +49,6 @@ class Variant(NamedTuple):
     scalars: tuple[tuple[str, torch.dtype], ...]
     state_keys: tuple[str, ...]
     scalar_keys: tuple[str | None, ...]
-    no_codecs: tuple[None, ...]
     is_plain: bool
 
 
@@ -99,7 +97,6 @@ class Variants:
             scalars=tuple((part.name, part.dtype or torch.float32) for part in scalars),
             state_keys=tuple(part.name for part in rule.all_state_for(flags)),
             scalar_keys=tuple(p.name if p in scalars else None for p in rule.scalar_state),
-            no_codecs=(None,) * len(rule.state_for(flags)),
             is_plain=not (has_options or rule.averages_for(flags)),
         )
 

@@ -1,7 +1,7 @@
 """Checks, before a step changes anything, of parameters, gradients and options for a rule."""
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.hyperparameters import Variant, Variants, check_numbers
 from ampopt._step.rule_state import is_complete
 from ampopt._step.sharding import dtensor
-from ampopt._step.state_checks import CheckedParam, WrittenTensors, check_memory, check_states
+from ampopt._step.state_checks import WrittenTensors, check_memory, check_state
 from ampopt._step.torch_private import check_for_fused
 from ampopt.options import (
     MASTER_WEIGHTS,
@@ -38,12 +38,17 @@ class PlannedParam(NamedTuple):
     Attributes:
         one: the parameter.
         variant: its variant.
-        state: its state, if it is complete; see :func:`ampopt._step.rule_state.is_complete`.
+        state: its state; an empty dict before the first step.
+        declared: the states that the step has to make, or may have to convert; ``None`` if the
+            state is complete; see :func:`ampopt._step.rule_state.is_complete`.
+        absent: the dtype of its gradients, if it has none in this step.
     """
 
     one: gradients.ParamWithGrad
     variant: Variant
-    state: dict[str, Any] | None
+    state: dict[str, Any]
+    declared: DeclaredStates | None
+    absent: torch.dtype | None
 
 
 class Checks(RefersToOptimizer):
@@ -91,14 +96,14 @@ class Checks(RefersToOptimizer):
     def check_plannable(
         self,
         rule: Rule,
-        *,
-        absent: Container[int] = (),
+        absent: Mapping[int, torch.dtype],
     ) -> tuple[list[PlannedParam], Variants]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
-            absent: the ``id`` of each parameter that has a row in the plan without a gradient.
+            absent: the ``id`` of each parameter that has a row in the plan without a gradient, and
+                the dtype of its gradients.
 
         Returns:
             The parameters to make rows for, and their variants.
@@ -114,7 +119,7 @@ class Checks(RefersToOptimizer):
                 ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown.
 
             Each of them also as :func:`ampopt._step.gradients.params_with_grads` and
-            :func:`ampopt._step.state_checks.check_states` raise it.
+            :func:`ampopt._step.state_checks.check_state` raise it.
         """
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -133,7 +138,8 @@ class Checks(RefersToOptimizer):
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
-        planned, params_to_check, written = [], [], []
+        planned: list[PlannedParam] = []
+        written: list[WrittenTensors] = []
         no_state: dict[str, Any] = {}
         for one, variant in zip(stepped_params, of, strict=True):
             index, param, owner = one
@@ -143,17 +149,15 @@ class Checks(RefersToOptimizer):
             if group.get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
             if is_complete(param, state, variant):
-                planned.append(PlannedParam(one, variant, state))
-                keys = variant.state_keys
+                declared, keys = None, variant.state_keys
                 written.append((owner.name, keys, [param, *map(state.__getitem__, keys)]))
             else:
                 _check_writable(param, owner.name)
-                planned.append(PlannedParam(one, variant, None))
                 declared = DeclaredStates.of(rule, group, param)
-                params_to_check.append(CheckedParam(owner.name, state, declared))
-        written += check_states(params_to_check)
+                written.append(check_state(owner.name, state, declared))
+            planned.append(PlannedParam(one, variant, state, declared, absent.get(owner.key)))
         stepped_ids = {id(one.tensor) for one in stepped_params}
-        others: WrittenTensors = [
+        others: list[WrittenTensors] = [
             (gradients.name_at(group, index, position), (), [param])
             for index, group in enumerate(groups)
             for position, param in enumerate(group["params"])
@@ -171,17 +175,15 @@ class Checks(RefersToOptimizer):
             positions: positions of the parameters in the group.
 
         Raises:
-            TypeError: see :func:`ampopt._step.state_checks.check_states`, as for ``ValueError`` and
+            TypeError: see :func:`ampopt._step.state_checks.check_state`, as for ``ValueError`` and
                 ``RuntimeError``.
         """
-        group, params_to_check = self.optimizer.param_groups[index], []
+        group, written = self.optimizer.param_groups[index], []
         for position in positions:
             name, param = gradients.name_at(group, index, position), group["params"][position]
             declared = DeclaredStates.of(rule, group, param)
-            params_to_check.append(
-                CheckedParam(name, self.optimizer.state.get(param, {}), declared)
-            )
-        check_memory(check_states(params_to_check))
+            written.append(check_state(name, self.optimizer.state.get(param, {}), declared))
+        check_memory(written)
 
     def warn_of_float16(self, rule: Rule, params: Iterable[tuple[int, Tensor]]) -> None:
         """Warn once if a state of ``rule`` is kept in float16.

@@ -1,6 +1,6 @@
 """The rows of a step: for each parameter, the tensors that kernels read and write."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,10 +17,9 @@ from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rule_state import state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
-from ampopt._step.small_states import RANDOM_KEY, codecs_of, scale_key
+from ampopt._step.small_states import RANDOM_KEY, scale_key
 from ampopt._step.torch_private import any_flattened_by_fsdp1, is_flattened_by_fsdp1
 from ampopt.options import needs_master, rounds_stochastically
-from ampopt_kernels.codecs import Codec
 from ampopt_kernels.element_indices import ElementIndices
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.random_numbers import PLACE_STRIDE
@@ -61,7 +60,6 @@ class RuleRows:
         masters: Masters,
         agreement: Agreement | None,
         planned: list[PlannedParam],
-        absent: Mapping[int, torch.dtype],
     ) -> None:
         """Make the rows, and the states that are missing.
 
@@ -72,63 +70,48 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
-            absent: the dtype of the gradient of each parameter without one, by ``id``.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
-        groups = optimizer.param_groups
         if masters.holders:
-            planned = [p for p in planned if self._is_stepped(p.one, absent)]
+            planned = [p for p in planned if self._is_stepped(p)]
         planned = sorted(planned, key=lambda p: p.variant.place)
-        codecs = [
-            codecs_of(rule, variant.flags, groups[one.group], one.tensor)
-            if state is None
-            else variant.no_codecs
-            for one, variant, state in planned
-        ]
+        groups = optimizer.param_groups
         if any_flattened_by_fsdp1(p.one.tensor for p in planned):
-            for (one, _, _), own_codecs in zip(planned, codecs, strict=True):
-                if is_flattened_by_fsdp1(one.tensor):
-                    _refuse_flattened(rule, groups[one.group], one, own_codecs)
-        states: list[dict[str, Any]] = []
-        for ((index, param, _), variant, state), own_codecs in zip(planned, codecs, strict=True):
-            if state is None:
-                group = groups[index]
-                masters.of(group, param)
-                declared = DeclaredStates(rule, group, param, variant.flags, own_codecs)
-                state = state_of(optimizer, declared)
-            states.append(state)
+            for index, param, owner in (p.one for p in planned):
+                if is_flattened_by_fsdp1(param):
+                    _refuse_flattened(owner.name, DeclaredStates.of(rule, groups[index], param))
+        states = list(map(self._completed, planned))
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         self.stepped_params: list[ParamWithGrad] = [p.one for p in planned]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.has_copied = False
-        self.states: list[dict[str, Any]] = []
         self.rows: list[ParamRow] = []
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
-        self.state_keys: list[tuple[str, ...]] = []
-        for p, own_codecs, state in zip(planned, codecs, states, strict=True):
-            (index, param, owner), variant, complete = p
+        self.state_keys: list[Sequence[str]] = []
+        self.states: list[dict[str, Any]] = []
+        for p, state in zip(planned, states, strict=True):
+            index, param, owner = p.one
             holder = masters.holder(index, param) if masters.holders else param
             # After unscale, a gradient can be removed from the parameter or from its master.
             is_absent = param.grad is None or holder.grad is None
             values = None if is_absent else gradients.values_of(holder)
-            grad_dtype = absent[id(param)] if values is None else values.dtype
-            row = self._row(p, own_codecs, state, grad_dtype)
+            grad_dtype = p.absent if values is None else values.dtype
+            assert grad_dtype is not None
+            if p.declared is None:
+                row, keys = self._plain_row(p, grad_dtype), p.variant.state_keys
+            else:
+                row = self._row(p, p.declared, state, grad_dtype)
+                # The row may have made a state: the random key.
+                state = optimizer.state.get(param, state)
+                keys = p.declared.keys_in(state)
+                if (master := state.get(MASTER)) is not None:
+                    self.masters.append((len(self.rows), master))
             like = _like_gradient(row) if values is None else values
             assert row.param is not None
             grad = dense_like(like, row.param)
-            keys = variant.state_keys
-            if complete is None:
-                if (master := masters.of(groups[index], param)) is not None:
-                    self.masters.append((len(self.rows), master))
-                    keys += (MASTER,)
-                keys += () if row.random_key is None else (RANDOM_KEY,)
-                parts = zip(variant.states, row.scales, strict=True)
-                keys += tuple(scale_key(name) for (name, _), scale in parts if scale is not None)
-                # The row may have made a state: the random key.
-                state = optimizer.state.get(param, state)
-            row.variant, row.owner = variant.place, owner
+            row.variant, row.owner = p.variant.place, owner
             if agreement is not None:
                 row.in_norm = agreement.in_norm(param, index, owner.key)
             self.has_copied = self.has_copied or grad is not like
@@ -138,10 +121,18 @@ class RuleRows:
             self.state_keys.append(keys)
             self.states.append(state)
 
-    def _is_stepped(self, one: ParamWithGrad, absent: Mapping[int, torch.dtype]) -> bool:
+    def _is_stepped(self, planned: PlannedParam) -> bool:
         """Whether a parameter with a master still has the gradient on its master."""
-        holder = self._master_weights.holder(one.group, one.tensor)
-        return holder.grad is not None or id(one.tensor) in absent
+        holder = self._master_weights.holder(planned.one.group, planned.one.tensor)
+        return holder.grad is not None or planned.absent is not None
+
+    def _completed(self, planned: PlannedParam) -> dict[str, Any]:
+        """The state of one parameter, with master and states that were missing."""
+        declared = planned.declared
+        if declared is None:
+            return planned.state
+        self._master_weights.of(declared.group, declared.param)
+        return state_of(self._optimizer, declared)
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
@@ -149,10 +140,20 @@ class RuleRows:
         params = gradients.params_of(self._optimizer.param_groups)
         return {id(param): number for number, param in enumerate(params)}
 
+    def _plain_row(self, planned: PlannedParam, grad_dtype: torch.dtype) -> ParamRow:
+        """The row of a parameter whose state is complete: all elements have all their digits."""
+        param, variant, state = planned.one.tensor, planned.variant, planned.state
+        scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
+        states = tuple([state[name] for name, _ in variant.states])
+        row = ParamRow(grad_dtype, param, states, None, None, scalars, variant.flags)
+        if self._rule.draws:
+            row.indices = self._drawn_indices(param, param)
+        return row
+
     def _row(
         self,
         planned: PlannedParam,
-        codecs: tuple[Codec | None, ...],
+        declared: DeclaredStates,
         state: dict[str, Any],
         grad_dtype: torch.dtype,
     ) -> ParamRow:
@@ -160,29 +161,17 @@ class RuleRows:
 
         Args:
             planned: the parameter.
-            codecs: the codec of each elementwise state, or ``None``.
+            declared: the states that the rule declares for it.
             state: its state, complete.
             grad_dtype: dtype of its gradient.
         """
-        (index, param, _), variant, complete = planned
-        rule, local, dense = self._rule, dtensor.local, self._dense
-        flags = variant.flags
-        scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
-        if complete is not None:
-            states = tuple([state[name] for name, _ in variant.states])
-            row = ParamRow(grad_dtype, param, states, None, None, scalars, flags)
-            if rule.draws:
-                row.indices = self._drawn_indices(param, param)
-            return row
-        group = self._optimizer.param_groups[index]
-        master = self._master_weights.of(group, param)
+        rule, group, param, flags, codecs = declared
+        local, dense = dtensor.local, self._dense
+        master, rounds = state.get(MASTER), rounds_stochastically(group, param)
         low = master if master is not None and master.dtype == LOW_BITS else None
-        rounds, is_coded = rounds_stochastically(group, param), any(codecs)
-        draws = rounds or is_coded or low is not None
-        random_key = None
-        if draws:
+        full, is_coded, random_key = master if low is None else None, any(codecs), None
+        if rounds or is_coded or low is not None:
             random_key = random_key_of(self._optimizer, param, self._numbers[id(param)])
-        full = master if low is None else None
         p = like = gradients.real(local(param.detach() if full is None else full))
         averaged_over = rule.averages_for(flags)
         # An index must give row and column, and the block and random number of an element.
@@ -192,6 +181,7 @@ class RuleRows:
         values, indices = dense(p, like), ElementIndices()
         if random_key is not None or rule.draws:
             indices = self._drawn_indices(param, values, in_order=in_order)
+        keys = planned.variant.scalar_keys
         row = ParamRow(
             grad_dtype,
             param=values,
@@ -201,7 +191,7 @@ class RuleRows:
                 dense(gradients.real(local(state[part.name])), like)
                 for part in rule.state_for(flags)
             ),
-            scalars=scalars,
+            scalars=tuple([None if key is None else state[key] for key in keys]),
             flags=flags,
             random_key=random_key,
             rounds=rounds,
@@ -255,15 +245,13 @@ def _like_gradient(row: ParamRow) -> Tensor:
     return torch.empty_like(row.param, dtype=row.grad_dtype)
 
 
-def _refuse_flattened(
-    rule: Rule, group: dict[str, Any], one: ParamWithGrad, codecs: tuple[Codec | None, ...]
-) -> None:
+def _refuse_flattened(name: str, declared: DeclaredStates) -> None:
     """Raise if a step depends on the shape of a parameter that FSDP1 has flattened and cut.
 
     Raises:
         RuntimeError: the rule sums over whole parameters, or an element's bits depend on its place.
     """
-    param = one.tensor
+    rule, group, param, _, codecs = declared
     if rule.sums_up:
         what = "sums over whole parameters"
     elif rule.draws or any(codecs) or rounds_stochastically(group, param):
@@ -273,7 +261,7 @@ def _refuse_flattened(
     else:
         return
     raise RuntimeError(
-        f"the step of {one.owner.name} {what}, but FullyShardedDataParallel has flattened "
+        f"the step of {name} {what}, but FullyShardedDataParallel has flattened "
         "parameters into one tensor and split it, so that the optimizer does not know where each "
         "begins: shard the model by torch.distributed.fsdp.fully_shard (FSDP2)"
     )

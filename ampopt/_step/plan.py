@@ -54,7 +54,6 @@ class Plan:
         uploads: dict[torch.device, Uploads],
         planned: list[PlannedParam],
         variants: Variants,
-        absent: dict[int, torch.dtype],
         *,
         needs_agreement: bool,
     ) -> None:
@@ -67,7 +66,6 @@ class Plan:
             uploads: constants that are on a device already, by device; kept from plan to plan.
             planned: what :meth:`ampopt._step.param_checks.Checks.check_plannable` returned.
             variants: the same.
-            absent: see :meth:`TensorGuard.absent`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
                 all-reduce over the ranks.
 
@@ -95,7 +93,7 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.all_averages)
-        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, planned, absent)
+        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, planned)
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._group_guard = GroupGuard(rule, variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}

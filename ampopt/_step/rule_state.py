@@ -76,7 +76,7 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
 def state_of(optimizer: Any, declared: DeclaredStates) -> dict[str, Any]:
     """The state of a parameter, as :func:`complete` leaves it.
 
-    Present states have passed :func:`ampopt._step.state_checks.check_states`.
+    Present states have passed :func:`ampopt._step.state_checks.check_state`.
     """
     if not (declared.tensors or declared.scalars):
         return optimizer.state.get(declared.param, {})  # like torch, add no empty state

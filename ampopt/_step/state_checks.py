@@ -8,9 +8,9 @@ may be resized between steps, so states are checked whenever a plan is made.
 import bisect
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress, count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from ampopt_kernels.rule import MASTER, State
 from ampopt_kernels.tensors import is_dense
 
 __all__ = [
-    "CheckedParam",
-    "check_master",
     "WrittenTensors",
+    "check_master",
     "check_memory",
-    "check_states",
+    "check_state",
 ]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,23 +37,9 @@ _WITH_ADDRESSES = ("cpu", "cuda", "xpu")
 """Device types whose ``data_ptr`` is an address in bytes."""
 
 
-class CheckedParam(NamedTuple):
-    """A parameter whose state is checked.
-
-    Attributes:
-        name: the name of the parameter in messages.
-        state: its state; an empty dict before the first step.
-        declared: the states that the rule declares for it.
-    """
-
-    name: str
-    state: Any
-    declared: DeclaredStates
-
-
-WrittenTensors = list[tuple[str, Sequence[str], list[Tensor]]]
-"""Tensors that a step writes, of each parameter: its name, names of states, and the tensors, first
-the parameter and then these states.
+WrittenTensors = tuple[str, Sequence[str], list[Tensor]]
+"""Tensors that a step writes: the name of a parameter, names of states, and the tensors, first the
+parameter and then these states.
 """
 
 _MemoryRange = tuple[int, int, str, str | None, Tensor]
@@ -63,7 +48,7 @@ tensor.
 """
 
 
-def check_states(params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
+def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTensors:
     """Raise for states, masters included, that are not what a rule declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
@@ -71,32 +56,41 @@ def check_states(params_to_check: Iterable[CheckedParam]) -> WrittenTensors:
     not raise.
 
     Args:
-        params_to_check: the parameters whose states to check.
+        name: the name of a parameter in messages.
+        state: its state; an empty dict before the first step.
+        declared: the states that the rule declares for it.
 
     Returns:
-        The parameters and their states, for :func:`check_memory`.
+        The parameter and its states, for :func:`check_memory`.
 
     Raises:
         TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
         ValueError: a state has another shape than declared.
         RuntimeError: a state is on another device than its parameter, or sharded differently.
     """
-    written: WrittenTensors = []
-    for one in params_to_check:
-        _check_state(one)
-        name, state, declared = one
-        keys = [MASTER] * declared.has_master
-        for part in declared.tensors:
-            keys.append(part.name)
-            if state.get(part.name) is not None and small_states.has_codes(state, part):
-                keys.append(small_states.scale_key(part.name))
-        keys += (RANDOM_KEY, *(part.name for part in declared.scalars))
-        keys = [key for key in keys if isinstance(state.get(key), Tensor)]
-        written.append((name, keys, [declared.param, *map(state.get, keys)]))
-    return written
+    param = declared.param
+    small_states.check_whole_blocks(name, param, declared.codecs)
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"the state of {name} is a {type(state).__name__}, and must be a dict of its states: "
+            "delete it (del optimizer.state[p]) to start with a new state"
+        )
+    if declared.has_master and (master := state.get(MASTER)) is not None:
+        check_master(name, param, master)
+    for part in declared.tensors:
+        if (value := state.get(part.name)) is None:
+            continue
+        _check_tensor(name, param, part.name, value, part)
+        if small_states.has_codes(state, part):
+            small_states.check_codes(_state_name(part.name, name), state, part, param)
+    for part in declared.scalars:
+        _check_scalar(name, part.name, state.get(part.name))
+    _check_scalar(name, RANDOM_KEY, state.get(RANDOM_KEY))
+    keys = declared.keys_in(state)
+    return name, keys, [param, *map(state.__getitem__, keys)]
 
 
-def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) -> None:
+def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors] = ()) -> None:
     """Raise for tensors without memory, and for states that share memory with another tensor.
 
     Two parameters may share memory: users tie them on purpose.
@@ -111,7 +105,7 @@ def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) 
         ValueError: a state shares memory with another tensor.
     """
     # No Python runs for each of thousands of tensors, if all are as they should be.
-    everything = [*written, *(others or ())]
+    everything = [*written, *others]
     own = dtensor.local_of_each(list(chain.from_iterable(map(_tensors_of, everything))))
     n_written = len(own) - len(everything) + len(written)
     kinds = [kind for kind in set(map(type, own)) if hasattr(kind, "__tensor_flatten__")]
@@ -143,32 +137,9 @@ def check_memory(written: WrittenTensors, others: WrittenTensors | None = None) 
             _raise_for_overlap([(*address_range(own[i]), *names[i], own[i]) for i in on_device])
 
 
-def _names_of(written: WrittenTensors) -> list[tuple[str, str | None]]:
+def _names_of(written: list[WrittenTensors]) -> list[tuple[str, str | None]]:
     """For each tensor of ``written`` its parameter, and its state or ``None``."""
     return [(name, key) for name, keys, _ in written for key in (None, *keys)]
-
-
-def _check_state(one: CheckedParam) -> None:
-    """Check the state of one parameter, but for the memory that it shares with others."""
-    name, state, declared = one
-    param = declared.param
-    small_states.check_whole_blocks(name, param, declared.codecs)
-    if not isinstance(state, dict):
-        raise TypeError(
-            f"the state of {name} is a {type(state).__name__}, and must be a dict of its states: "
-            "delete it (del optimizer.state[p]) to start with a new state"
-        )
-    if declared.has_master and (master := state.get(MASTER)) is not None:
-        check_master(name, param, master)
-    for part in declared.tensors:
-        if (value := state.get(part.name)) is None:
-            continue
-        _check_tensor(name, param, part.name, value, part)
-        if small_states.has_codes(state, part):
-            small_states.check_codes(_state_name(part.name, name), state, part, param)
-    for part in declared.scalars:
-        _check_scalar(name, part.name, state.get(part.name))
-    _check_scalar(name, RANDOM_KEY, state.get(RANDOM_KEY))
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
@@ -176,9 +147,9 @@ def check_master(name: str, param: Tensor, master: Any) -> None:
 
     Raises:
         TypeError: ``master`` is neither a float32 tensor nor the int8 part of a 24-bit master;
-            else see :func:`check_states`.
-        ValueError: see :func:`check_states`.
-        RuntimeError: see :func:`check_states`.
+            else see :func:`check_state`.
+        ValueError: see :func:`check_state`.
+        RuntimeError: see :func:`check_state`.
     """
     _check_tensor(name, param, MASTER, master, State(MASTER))
     if master.dtype not in (torch.float32, LOW_BITS):
