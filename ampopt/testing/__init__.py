@@ -14,15 +14,7 @@ except ImportError as error:
 
 # pytest rewrites asserts in test files only, unless it is asked: without this, an assert that fails
 # in one of these modules would not show its values.
-_pytest.register_assert_rewrite(
-    *(
-        f"ampopt.testing.{name}"
-        for name in (
-            *("calls", "closures", "reference_training", "scaling", "skipping", "small_states"),
-            *("state_machine", "state_machine_changes", "state_machine_steps", "storage"),
-        )
-    )
-)
+_pytest.register_assert_rewrite("ampopt.testing.invariants", "ampopt.testing.state_machine")
 
 from ampopt.testing import strategies  # noqa: E402
 from ampopt.testing.bits import (  # noqa: E402

@@ -1,12 +1,8 @@
 """The claims of a contract class, and how its invariants become tests."""
 
-import functools
 import inspect
-import random
 import unittest
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import hypothesis
@@ -17,29 +13,18 @@ from hypothesis.control import current_build_context
 from hypothesis.errors import HypothesisException
 from hypothesis.vendor.pretty import pretty
 
-import ampopt
-from ampopt._step.small_states import of_any_size
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
-from ampopt.testing.pretended_device import as_on_a_device
-from ampopt_kernels import Rule
+from ampopt.testing.isolation import apart
+from ampopt.testing.making import maker, positive_states
 
 __all__ = [
     "QUICK",
     "Claims",
-    "Make",
-    "apart",
     "check_claims",
     "invariant",
-    "keeping_signed",
-    "maker",
-    "positive_states",
     "settings_of",
-    "storing",
 ]
-
-Make = Callable[[Any], Any]
-"""Function from parameters or param groups to the optimizer."""
 
 QUICK = hypothesis.settings(max_examples=10, stateful_step_count=10)
 """Settings for a contract while its optimizer is being written: a tenth of the examples."""
@@ -364,104 +349,7 @@ def _run(
     signed: str | None = None,
     **example: Any,
 ) -> None:
-    """Run an invariant once on drawn arguments, on the CPU or as on a device.
-
-    ``signed`` is the name of a state that is taken as declared without ``positive=True``.
-    """
-    make = keeping_signed(maker(self, options or {}), signed)
-    make = storing(make, state_bits=state_bits)
-    with apart(), of_any_size(), as_on_a_device() if on_device else nullcontext():
+    """Run an invariant once on drawn arguments, on the CPU or as on a device."""
+    make = maker(self, options or {}, state_bits=state_bits, signed=signed)
+    with apart(on_device):
         body(self, make, **example)
-
-
-def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
-    """Return a function that makes the optimizer, or the reference, with ``options``.
-
-    The function raises ``TypeError`` if the contract returns another type.
-    """
-    if of_reference:
-        make, kind, must_be = contract.reference, torch.optim.Optimizer, "a torch.optim.Optimizer"
-    else:
-        make, kind, must_be = contract.make, ampopt.Optimizer, "an ampopt.Optimizer"
-
-    def make_checked(params: Any) -> Any:
-        # Tests write to a learning rate that is a tensor, so each optimizer gets its own.
-        own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        optimizer = make(params, **own)
-        if not isinstance(optimizer, kind):
-            raise TypeError(
-                f"{make.__name__} must return {must_be}, got {type(optimizer).__name__}: derive "
-                f"the class from {must_be.split()[1]}"
-            )
-        return optimizer
-
-    return make_checked
-
-
-def storing(make: Make, **options: Any) -> Make:
-    """``make``, with ``options`` of every param group, if the optimizer is made from a rule.
-
-    Args:
-        make: function from parameters or param groups to the optimizer.
-        options: options of param groups, such as ``state_bits``. A number of 32 bits, which is the
-            default, is left out.
-    """
-    entries = {name: value for name, value in options.items() if value != 32}
-
-    def make_storing(params: Any) -> Any:
-        optimizer = make(params)
-        if not (entries and isinstance(optimizer, ampopt.ElementwiseOptimizer)):
-            return optimizer
-        groups = params if isinstance(params[0], dict) else [{"params": params}]
-        return make([{**entries, **group} for group in groups])
-
-    return make_storing
-
-
-def positive_states(make: Make) -> list[str]:
-    """The names of the states that the optimizer's rule declares ``positive``, if it has a rule."""
-    try:
-        optimizer = make([torch.nn.Parameter(torch.ones(1))])
-    except Exception:  # it may refuse such a parameter
-        return []
-    if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
-        return []
-    return [part.name for part in optimizer.rule.state if part.positive]
-
-
-def keeping_signed(make: Make, name: str | None) -> Make:
-    """``make``, with the state ``name`` declared without ``positive=True``."""
-    if name is None:
-        return make
-
-    def make_signed(params: Any) -> Any:
-        optimizer = make(params)
-        optimizer.rule = _with_signed(optimizer.rule, name)
-        return optimizer
-
-    return make_signed
-
-
-@functools.cache  # a rule is compiled once
-def _with_signed(rule: Rule, name: str) -> Rule:
-    """``rule``, with its state ``name`` declared without ``positive=True``."""
-    parts = (replace(part, positive=part.positive and part.name != name) for part in rule.state)
-    return replace(rule, state=tuple(parts))
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Isolate an example: restore random state after it, and let ``torch.empty`` return NaN."""
-    python, poisoned = random.getstate(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch creates sparse tensors internally, and warns unless invariant checks are on or off.
-    with torch.random.fork_rng(devices=[]), torch.sparse.check_sparse_tensor_invariants():
-        torch.use_deterministic_algorithms(True, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            torch.utils.deterministic.fill_uninitialized_memory = poisoned  # type: ignore[attr-defined]
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)

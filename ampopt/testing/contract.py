@@ -2,15 +2,15 @@
 
 import pytest
 
-from ampopt.testing.calls import Calls
-from ampopt.testing.closures import Closures
-from ampopt.testing.compilation import Compilation
-from ampopt.testing.finiteness import Finiteness
-from ampopt.testing.scaling import Scaling
-from ampopt.testing.sequences import Sequences
-from ampopt.testing.skipping import Skipping
-from ampopt.testing.small_states import SmallStates
-from ampopt.testing.storage import Storage
+from ampopt.testing.invariants.calls import Calls
+from ampopt.testing.invariants.closures import Closures
+from ampopt.testing.invariants.compilation import Compilation
+from ampopt.testing.invariants.finiteness import Finiteness
+from ampopt.testing.invariants.scaling import Scaling
+from ampopt.testing.invariants.sequences import Sequences
+from ampopt.testing.invariants.skipping import Skipping
+from ampopt.testing.invariants.small_states import SmallStates
+from ampopt.testing.invariants.storage import Storage
 
 __all__ = ["OptimizerContract"]
 

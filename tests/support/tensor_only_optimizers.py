@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing.training import seed
+from ampopt.testing.invariants.training import seed
 
 __all__ = [
     "TENSORS_ONLY",

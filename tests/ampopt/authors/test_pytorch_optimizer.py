@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import bits
-from ampopt.testing.training import seed
+from ampopt.testing.invariants.training import seed
 from ampopt_kernels.eager import Eager
 
 INF = float("inf")

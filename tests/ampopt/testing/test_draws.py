@@ -9,7 +9,7 @@ from hypothesis import given
 
 import ampopt
 from ampopt.testing import Blueprint, History, OptimizerContract
-from ampopt.testing.examples import ending_in_overflow, ending_well, scales, ways
+from ampopt.testing.invariants.examples import ending_in_overflow, ending_well, scales, ways
 
 NUMBER = 300
 """Three times the examples that Hypothesis draws by default.

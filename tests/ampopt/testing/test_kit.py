@@ -27,10 +27,10 @@ from ampopt.testing import (
     strategies,
 )
 from ampopt.testing.checkpoints import from_bytes, to_bytes
-from ampopt.testing.claims import positive_states
 from ampopt.testing.failures import Failure, Summary, of_example
-from ampopt.testing.sequences import CallSequence
-from ampopt.testing.state_machine import Call
+from ampopt.testing.making import positive_states
+from ampopt.testing.state_machine.machine import Call
+from ampopt.testing.state_machine.sequence import CallSequence
 
 ROOT = Path(__file__).parents[3]
 THEIRS = """

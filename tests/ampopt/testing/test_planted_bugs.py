@@ -18,7 +18,7 @@ from support.strategies import fewer
 
 import ampopt.testing
 from ampopt.testing import History
-from ampopt.testing.state_machine import Machine
+from ampopt.testing.state_machine.machine import Machine
 
 README = Path(ampopt.testing.__file__).with_name("README.md")
 TABLE = re.compile(r"(?<=\|---\|---\|---\|\n)(?:\|.*\n)+")

@@ -11,9 +11,9 @@ import ampopt
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import History, Scale, elements, set_gradients
-from ampopt.testing.claims import Claims, invariant, storing
-from ampopt.testing.examples import ending_well, finite, scales, ways
-from ampopt.testing.training import (
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.invariants.examples import ending_well, finite, scales, ways
+from ampopt.testing.invariants.training import (
     WAYS,
     assert_goes_on,
     assert_same_training,
@@ -22,6 +22,7 @@ from ampopt.testing.training import (
     step_by,
     train,
 )
+from ampopt.testing.making import storing
 
 __all__ = ["Scaling"]
 

@@ -2,71 +2,32 @@
 
 import copy
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from torch import Tensor
 
 import ampopt
 from ampopt.testing.bits import assert_same, bits, everything, state_of
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.checkpoints import from_bytes, to_bytes
-from ampopt.testing.reference_training import add_group, set_learning_rate
-from ampopt.testing.state_machine import call, precondition
-from ampopt.testing.state_machine_steps import CEILING, FLOOR, INTERVAL, Steps
+from ampopt.testing.state_machine.machine import by_machine, call, precondition
+from ampopt.testing.state_machine.records import BEGIN, kinds, some_shape
+from ampopt.testing.state_machine.reference_training import add_group, set_learning_rate
+from ampopt.testing.state_machine.steps import MOST, Steps, bad_gradients, some_gradients
 
-__all__ = ["Changes", "kinds"]
-
-kinds = st.sampled_from(["number", "tensor", "static", "dynamic", "none"])
-"""Strategy of the kinds of loss scale; see :meth:`Changes.use_scale`."""
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint of the training and of the machine's own records.
-
-    Attributes:
-        optimizer: the optimizer's state dict, as the bytes of a file.
-        params: copies of the parameters.
-        scale: kind of scale, the scale, its expected number, and the finite steps since it changed.
-        moment: position in the reference training; see :meth:`ReferenceTraining.back_to`.
-        mode: mode of the optimizer, one of ``Claims.modes``.
-    """
-
-    optimizer: bytes
-    params: list[Tensor]
-    scale: tuple[str, Any, float, int]
-    moment: int
-    mode: str | None
+__all__ = ["Changes"]
 
 
 class Changes(Steps):
     """The state machine with all of its calls."""
 
-    last_checkpoint: Checkpoint | None = None
-
-    @precondition(lambda self: not any(self.unscaled_gradients) and self.is_idle)
+    @precondition(lambda self: not any(self.gradients) and self.is_idle)
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
     @call
     def scale_by(self, kind: str, number: float) -> None:
         """Continue with another scale."""
         self.use_scale(kind, number)
-
-    def use_scale(self, kind: str, number: float) -> None:
-        """Make a scale of ``kind``, and record what it is expected to be."""
-        self.kind = "number" if kind == "tensor" else kind
-        self.number, self.finite = 1.0 if kind == "none" else number, 0
-        scales: dict[str, Any] = {
-            "none": None,
-            "number": number,
-            "tensor": torch.tensor(number),
-            "static": ampopt.StaticLossScale(number),
-            "dynamic": ampopt.DynamicLossScale(
-                init_scale=number, growth_interval=INTERVAL, min_scale=FLOOR, max_scale=CEILING
-            ),
-        }
-        self.scale = scales[kind]
 
     @rule(lr=st.sampled_from([0.25, 0.03125]))
     @call
@@ -97,7 +58,10 @@ class Changes(Steps):
 
     # --- further methods -------------------------------------------------------------------------
 
-    def switch_to(self, mode: str) -> None:
+    @precondition(lambda self: bool(self.claims.modes) and self.is_idle)
+    @rule(mode=by_machine(lambda self: st.sampled_from(self.claims.modes)))
+    @call
+    def switch(self, mode: str) -> None:
         """Call the optimizer's method that switches to ``mode``."""
         before = torch.get_rng_state()
         unchanged = everything(self.optimizer) if mode == self.mode else None
@@ -106,19 +70,28 @@ class Changes(Steps):
             now = everything(self.optimizer)
             assert_same(now, unchanged, f"changed by {mode}(), though it was the mode already")
         self.mode = mode
-        self.reference_training.tell("call", mode, None, before)
+        self.reference_training.tell("call", mode, None, random_state=before)
 
-    def call_own(self, name: str) -> None:
+    @precondition(lambda self: bool(self.claims.calls) and self.is_idle)
+    @rule(
+        name=by_machine(lambda self: st.sampled_from(self.claims.calls)),
+        numbers=st.none() | some_gradients,
+        bad=bad_gradients,
+    )
+    @call
+    def call_it(self, name: str, numbers: Any, bad: Any) -> None:
         """Call a method of ``Claims.calls``, with the present gradients if it takes a scale."""
+        if numbers is not None:
+            self.backward(numbers=numbers, bad=bad)
         method, before = getattr(self.optimizer, name), torch.get_rng_state()
         if "grads_scaled_by" not in inspect.signature(method).parameters:
             method()
-            self.reference_training.tell("call", name, None, before)
+            self.reference_training.tell("call", name, None, random_state=before)
             return
-        if self.kind == "none" and (self.overflows or not any(self.unscaled_gradients)):
+        if self.kind == "none" and (self.overflows or not any(self.gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
-        self.account_for(result, before, "call", name, tuple(self.unscaled_gradients), before)
+        self.account_for(result, before, "call", name, self.gradients)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -154,22 +127,6 @@ class Changes(Steps):
             checkpoint is not None and len(checkpoint.params) == len(self.params) and self.is_idle
         )
 
-    def checkpoint(self) -> Checkpoint:
-        """Copy all that a training saves."""
-        params = [p.detach().clone() for p in self.params]
-        scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
-        state = to_bytes(self.optimizer.state_dict())
-        return Checkpoint(state, params, scale, self.reference_training.now, self.mode)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load the optimizer's state and the scale."""
-        self.optimizer.load_state_dict(from_bytes(checkpoint.optimizer))
-        self.kind, scale, self.number, self.finite = checkpoint.scale
-        self.mode = checkpoint.mode
-        self.scale = copy.deepcopy(scale)
-        if isinstance(scale, ampopt.LossScale):
-            self.scale.load_state_dict(scale.state_dict())
-
     # --- copies and groups -----------------------------------------------------------------------
 
     @precondition(lambda self: self.is_idle and self.claims.deepcopies)
@@ -182,12 +139,17 @@ class Changes(Steps):
         for p, grad in zip(self.params, gradients, strict=True):
             p.grad = grad
 
-    def add_group_of(self, param: Blueprint, lr: float) -> None:
+    @precondition(lambda self: self.claims.several_groups and self.is_idle)
+    @precondition(lambda self: len(self.params) < MOST)
+    @rule(shape=some_shape, lr=st.sampled_from([0.5, 0.0625]))
+    @call
+    def add_group(self, shape: tuple[int, ...], lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
+        param = Blueprint(shape, BEGIN, self.dtype)
         before = {"parameters": bits(self.params), "states": state_of(self.optimizer)}
         self.params.append(param.parameter())
         add_group(self.optimizer, self.params[-1], lr)
         after = {"parameters": bits(self.params[:-1]), "states": state_of(self.optimizer)[:-1]}
         assert_same(after, before, "adding a group has changed others")
         self.reference_training.tell("add", param, lr)
-        self.unscaled_gradients = [*self.unscaled_gradients, None]
+        self.gradients = [*self.gradients, None]

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hypothesis import stateful
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 
-__all__ = ["Call", "Machine", "call", "precondition"]
+__all__ = ["Call", "Machine", "call", "by_machine", "precondition"]
 
 
 class Call(NamedTuple):
@@ -22,17 +23,27 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+def by_machine(strategy: Callable[[Any], st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Strategy that ``strategy`` returns for the machine that draws from it."""
+    return st.runner().flatmap(strategy)
+
+
 def call(rule: Any) -> Any:
     """Make a Hypothesis rule of the machine record its calls, and check everything after each.
 
-    The check is not a Hypothesis invariant, because those would be printed among the calls of a
-    failure.
+    A rule may call others. Their calls are part of its own: they are not recorded. The check is not
+    a Hypothesis invariant, because those would be printed among the calls of a failure.
     """
 
     @functools.wraps(rule)
     def checked(self: "Machine", **arguments: Any) -> None:
+        if self.is_in_a_call:
+            rule(self, **arguments)
+            return
         self.calls.append(Call(rule.__name__, arguments))
+        self.is_in_a_call = True
         rule(self, **arguments)
+        self.is_in_a_call = False
         self.check()
 
     return checked
@@ -54,6 +65,7 @@ class Machine(RuleBasedStateMachine):
 
     Attributes:
         calls: the calls made, of which the first makes the optimizer.
+        is_in_a_call: whether a rule runs, so that a rule that it calls is part of it.
         last: the machine that ran last.
     """
 
@@ -64,6 +76,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         Machine.last = self
         self.calls: list[Call] = []
+        self.is_in_a_call = False
 
     def check(self) -> None:
         """Raise if a call has done what it must not."""

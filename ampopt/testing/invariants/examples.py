@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ampopt.testing import strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.claims import Claims
-from ampopt.testing.training import WAYS
+from ampopt.testing.invariants.training import WAYS
 
 __all__ = ["ending_in_overflow", "ending_well", "finite", "scales", "ways"]
 

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt._step.hyperparameters import kind_of
-from ampopt.testing.claims import Claims, maker
+from ampopt.testing.claims import Claims
+from ampopt.testing.making import maker
 from ampopt_kernels.check_rule.by_triton import TARGETS, can_compile_for, compile_for
 
 __all__ = ["Compilation"]

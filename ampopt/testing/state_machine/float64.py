@@ -9,8 +9,8 @@ from torch.nn import Parameter
 
 from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.reference_training import Plain
-from ampopt.testing.rounding import Rounding
+from ampopt.testing.state_machine.reference_training import Plain
+from ampopt.testing.state_machine.rounding import Rounding
 
 __all__ = ["Float64"]
 
@@ -30,9 +30,9 @@ class Float64:
     training may then end anywhere, so no tolerance made of ``eps`` and the parameter's size is both
     safe and useful. So the tolerance is measured, for any gradients and hyperparameters: it is how
     far the reference moves when each of its operations has an error larger than the parameter's
-    dtype would give (see :class:`~ampopt.testing.rounding.Rounding`), plus ``eps`` times the
-    distance that the parameter has moved, per step, for the additions to the parameter. Where a
-    disturbed copy is no longer finite, or a square would overflow, nothing is compared.
+    dtype would give (see :class:`~ampopt.testing.state_machine.rounding.Rounding`), plus ``eps``
+    times the distance that the parameter has moved, per step, for the additions to the parameter.
+    Where a disturbed copy is no longer finite, or a square would overflow, nothing is compared.
     """
 
     def __init__(self, reference: Any, params: Sequence[Blueprint], dtype: torch.dtype) -> None:
@@ -57,14 +57,13 @@ class Float64:
         for plain in (self.model, *self.rounded_models):
             plain.set_learning_rate(lr)
 
-    def call(self, name: str, gradients: Any, *_: Tensor) -> None:
-        """Call the optimizer's method ``name``, after setting ``gradients`` if given."""
+    def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
+        """Call the optimizer's method ``name`` with ``gradients``."""
         old = [p.detach().clone() for p in self.model.params]
-        with torch.random.fork_rng(devices=[]):
-            self.model.call(name, gradients)
-            for plain, mode in zip(self.rounded_models, self.modes, strict=True):
-                with mode:
-                    plain.call(name, gradients)
+        self.model.call(name, gradients)
+        for plain, mode in zip(self.rounded_models, self.modes, strict=True):
+            with mode:
+                plain.call(name, gradients)
         self.note_moves(old)
 
     def add(self, param: Blueprint, lr: float) -> None:
@@ -74,22 +73,18 @@ class Float64:
         self.distances.append(self.model.params[-1].detach().abs())
         self.spread.append(torch.zeros_like(self.distances[-1]))
 
-    def step(
-        self, gradients: Sequence[Blueprint | None], max_norm: float | None, *_: Tensor
-    ) -> None:
+    def step(self, gradients: Sequence[Blueprint | None], max_norm: float | None) -> None:
         """Step with ``gradients``."""
         old = [p.detach().clone() for p in self.model.params]
-        with torch.random.fork_rng(devices=[]):
-            for plain in (self.model, *self.rounded_models):
-                plain.set_gradients(gradients)
-            self.model.step(max_norm)
-            for plain, mode in zip(self.rounded_models, self.modes, strict=True):
-                # The dispatch mode does not see inside a compiled step, so disturb its inputs.
-                for p in plain.params:
-                    for tensor in (p.detach(), p.grad, *plain.optimizer.state[p].values()):
-                        mode.disturb(tensor)
-                with mode:
-                    plain.step(max_norm)
+        self.model.step(gradients, max_norm)
+        for plain, mode in zip(self.rounded_models, self.modes, strict=True):
+            plain.set_gradients(gradients)
+            # The dispatch mode does not see inside a compiled step, so disturb its inputs.
+            for p in plain.params:
+                for tensor in (p.detach(), p.grad, *plain.optimizer.state[p].values()):
+                    mode.disturb(tensor)
+            with mode:
+                plain.step(None, max_norm)
         self.steps += 1
         self.note_moves(old)
 

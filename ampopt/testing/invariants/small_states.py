@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt._step.declared_states import DeclaredStates
 from ampopt.testing.blueprints import History
-from ampopt.testing.claims import Claims, invariant, storing
-from ampopt.testing.examples import finite
-from ampopt.testing.training import Trained, start, step_by
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.invariants.examples import finite
+from ampopt.testing.invariants.training import Trained, start, step_by
+from ampopt.testing.making import storing
 from ampopt_kernels import State
 from ampopt_kernels.codecs import Codec, decoded, encoded
 

@@ -12,8 +12,8 @@ import ampopt
 from ampopt.testing.bits import bits
 from ampopt.testing.blueprints import History, Scale, elements, set_gradients
 from ampopt.testing.claims import Claims, invariant
-from ampopt.testing.examples import ending_in_overflow, ending_well, scales, ways
-from ampopt.testing.training import (
+from ampopt.testing.invariants.examples import ending_in_overflow, ending_well, scales, ways
+from ampopt.testing.invariants.training import (
     WAYS,
     assert_goes_on,
     assert_same_training,

@@ -9,8 +9,8 @@ import ampopt
 from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint, History
 from ampopt.testing.claims import Claims, invariant
-from ampopt.testing.examples import ways
-from ampopt.testing.training import start, step_by
+from ampopt.testing.invariants.examples import ways
+from ampopt.testing.invariants.training import start, step_by
 
 __all__ = ["Finiteness"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampopt.options import STATE_BITS
-from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint
+from ampopt.testing.invariants.training import Trained, assert_same_training
 
-__all__ = ["ReferenceTraining", "Double", "Plain", "add_group", "set_learning_rate"]
+__all__ = ["Plain", "ReferenceTraining", "add_group", "set_learning_rate"]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -37,15 +37,28 @@ class ReferenceTraining:
     """
 
     def __init__(self, begin: Callable[[], Any]) -> None:
-        """Call ``begin``, which returns a training with the methods of :class:`Double`."""
+        """Call ``begin``, which returns a training with the methods of :class:`Plain`."""
         self.begin = begin
         self.training = begin()
-        self.events: list[tuple[str, tuple[Any, ...]]] = []
+        self.events: list[tuple[str, tuple[Any, ...], Tensor | None]] = []
 
-    def tell(self, what: str, *arguments: Any) -> None:
-        """Call the method ``what`` of the training, and record the call."""
-        self.events.append((what, arguments))
-        getattr(self.training, what)(*arguments)
+    def tell(self, what: str, *arguments: Any, random_state: Tensor | None = None) -> Tensor:
+        """Call the method ``what`` of the training, and record the call.
+
+        Args:
+            what: the name of the method.
+            arguments: its arguments.
+            random_state: torch's random state before the call; ``None`` for the present one.
+
+        Returns:
+            The random state after the call. That of the test is left alone.
+        """
+        self.events.append((what, arguments, random_state))
+        with torch.random.fork_rng(devices=[]):
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+            getattr(self.training, what)(*arguments)
+            return torch.get_rng_state()
 
     @property
     def now(self) -> int:
@@ -55,12 +68,15 @@ class ReferenceTraining:
     def back_to(self, moment: int) -> None:
         """Return to the state after the first ``moment`` calls."""
         before, self.events, self.training = self.events[:moment], [], self.begin()
-        for what, arguments in before:
-            self.tell(what, *arguments)
+        for what, arguments, random_state in before:
+            self.tell(what, *arguments, random_state=random_state)
 
 
 class Plain:
-    """An optimizer with parameters of its own that is stepped by plain ``step()`` only."""
+    """An optimizer with parameters of its own that is stepped by plain ``step()`` only.
+
+    As the reference of an optimizer in its own dtype, the two must agree bitwise.
+    """
 
     def __init__(
         self, make: Any, params: Iterable[Blueprint], dtype: torch.dtype | None = None
@@ -79,21 +95,24 @@ class Plain:
     def _parameter(self, param: Blueprint) -> Parameter:
         return Parameter(param.tensor().to(self._dtype or param.dtype))
 
-    def set_gradients(self, gradients: Iterable[Blueprint | None]) -> None:
-        """Set gradients, rounded to their own dtype and then converted to the parameters'."""
-        for p, grad in zip(self.params, gradients, strict=True):
+    def set_gradients(self, gradients: Sequence[Blueprint | None] | None) -> None:
+        """Set gradients, rounded to their own dtype and then converted to the parameters'.
+
+        ``None`` leaves those that are set.
+        """
+        for p, grad in zip(self.params, gradients, strict=True) if gradients is not None else ():
             p.grad = None if grad is None else grad.tensor().to(p.dtype)
 
-    def step(self, max_norm: float | None) -> None:
-        """Step with the gradients in ``p.grad``, clipped to a global norm if given."""
+    def step(self, gradients: Sequence[Blueprint | None] | None, max_norm: float | None) -> None:
+        """Step with ``gradients``, clipped to a global norm if given."""
+        self.set_gradients(gradients)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, max_norm)
         self.optimizer.step()
 
     def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
-        """Call the optimizer's method ``name``, after setting ``gradients`` if given."""
-        if gradients is not None:
-            self.set_gradients(gradients)
+        """Call the optimizer's method ``name`` with ``gradients``."""
+        self.set_gradients(gradients)
         getattr(self.optimizer, name)()
 
     def set_learning_rate(self, lr: float) -> None:
@@ -105,50 +124,7 @@ class Plain:
         self.params.append(self._parameter(param))
         add_group(self.optimizer, self.params[-1], lr)
 
-
-class Double:
-    """The tested optimizer in its own dtype, on unscaled gradients; the test must agree bitwise."""
-
-    def __init__(self, make: Any, params: Sequence[Blueprint]) -> None:
-        """Call ``make`` with fresh parameters built from ``params``."""
-        self.plain = Plain(make, params)
-        self.set_learning_rate, self.add = self.plain.set_learning_rate, self.plain.add
-
-    def step(
-        self,
-        gradients: Sequence[Blueprint | None],
-        max_norm: float | None,
-        before: Tensor,
-        after: Tensor,
-    ) -> None:
-        """Take a step, and check that it draws the random numbers that the tested step drew.
-
-        Args:
-            gradients: one blueprint for each parameter, or ``None`` for no gradient.
-            max_norm: the global norm to clip to; ``None`` for no clipping.
-            before: torch's random state before the tested step.
-            after: torch's random state after it.
-        """
-        self.plain.set_gradients(gradients)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(before)
-            self.plain.step(max_norm)
-            same = torch.equal(torch.get_rng_state(), after)
-        assert same, "the step drew other random numbers than a plain one"
-
-    def call(self, name: str, gradients: Any, before: Tensor) -> None:
-        """Call the optimizer's method ``name`` from torch's random state ``before``."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(before)
-            self.plain.call(name, gradients)
-
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
         """Compare ``params`` bitwise, and every state tensor that both optimizers have."""
-        for i, (p, own) in enumerate(zip(params, self.plain.params, strict=True)):
-            assert_same(bits(p), bits(own), f"parameter {i}, compared with a plain training")
-            state, expected = (
-                bits(dict(opt.state.get(of, {})))
-                for opt, of in ((optimizer, p), (self.plain.optimizer, own))
-            )
-            if state and expected:
-                assert_same(state, expected, f"state {i}, compared with a plain training")
+        own = Trained(self.params, self.optimizer)
+        assert_same_training(Trained(list(params), optimizer), own, "beside a plain training")
