@@ -272,12 +272,10 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                 hypothesis.note(
                     _SNIPPET.format(cls=cls.__name__, test=name, arguments="\n".join(lines))
                 )
-                error.example = example  # type: ignore[attr-defined]
                 if _is_shrunk():
                     make = maker(self, example.get("options") or {})
-                    positive = positive_states(make) if "history" in example else []
                     self.failure = failures.of_example(
-                        name, error, example, claims, passes, positive
+                        name, error, example, claims, passes, positive_states(make)
                     )
                     for cause in self.failure.causes:
                         hypothesis.note(f"The likely cause: {cause}.")

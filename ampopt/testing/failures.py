@@ -70,23 +70,18 @@ def of_example(
     Args:
         test: name of the test.
         error: the failure.
-        example: the arguments, shrunk.
+        example: the arguments, shrunk; ``history`` is one of them.
         claims: claims that the invariant needs.
         passes: whether the invariant holds for other arguments.
         positive: names of the states that are declared positive.
     """
-    history = example.get("history")
-    size, order = "an example", (0,)
-    limits: dict[str, _Limit] = {}
-    if isinstance(history, History):
-        steps, params = len(history.steps), len(history.params)
-        size, order = history.size, (sum(p.numel for p in history.params), params, steps)
-        limits = _LIMITS
+    history = example["history"]
+    elements = sum(p.numel for p in history.params)
+    order = elements, len(history.params), len(history.steps)
+    failure = Failure(test, history.size, order, str(error))
     in_few_bits = _in_full_precision(example) != example
-    signed = {name: {**example, "signed": name} for name in positive if in_few_bits and limits}
-    return explained(
-        Failure(test, size, order, str(error)), example, claims, limits, signed, passes
-    )
+    signed = {name: {**example, "signed": name} for name in positive if in_few_bits}
+    return explained(failure, example, claims, _LIMITS, signed, passes)
 
 
 def explained(

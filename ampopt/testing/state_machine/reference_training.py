@@ -127,4 +127,6 @@ class Plain:
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
         """Compare ``params`` bitwise, and every state tensor that both optimizers have."""
         own = Trained(self.params, self.optimizer)
-        assert_same_training(Trained(list(params), optimizer), own, "beside a plain training")
+        assert_same_training(
+            Trained(list(params), optimizer), own, "compared with a plain training"
+        )
