@@ -20,7 +20,6 @@ __all__ = [
     "bits",
     "element_at",
     "everything",
-    "group_entries",
     "state_of",
 ]
 
@@ -80,14 +79,6 @@ def bits(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value  # repr: NaN equals itself
 
 
-def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The entries of every param group except its parameters."""
-    return [
-        {key: bits(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
 def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The state of every parameter of ``optimizer``, in the order of the groups."""
     params = params_of(optimizer.param_groups)
@@ -102,7 +93,10 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "parameters": bits(params),
         "state": state_of(optimizer),
         "other state": [bits(v) for key, v in optimizer.state.items() if key not in param_set],
-        "groups": group_entries(optimizer),
+        "groups": [
+            {key: bits(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
         "random": (bits(torch.get_rng_state()), random.getstate()),
     }
 

@@ -1,65 +1,21 @@
-"""The claims of a contract class, and how its invariants become tests."""
+"""What a contract class claims of its optimizer."""
 
-import inspect
-import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.control import current_build_context
-from hypothesis.errors import HypothesisException
-from hypothesis.vendor.pretty import pretty
 
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
-from ampopt.testing.isolation import apart
-from ampopt.testing.making import maker, positive_states
+from ampopt.testing.invariant import as_test, marked_function, run_once
 
-__all__ = [
-    "QUICK",
-    "Claims",
-    "check_claims",
-    "invariant",
-    "settings_of",
-]
+__all__ = ["QUICK", "Claims"]
 
 QUICK = hypothesis.settings(max_examples=10, stateful_step_count=10)
 """Settings for a contract while its optimizer is being written: a tenth of the examples."""
-
-_SNIPPET = """\
-To run this example again, paste this below {cls}:
-
-import torch
-from math import inf, nan
-from ampopt.testing import Blueprint, History, Scale
-
-def {test}_again():
-    {cls}().replay(
-        {test!r},
-{arguments}
-    )
-"""
-
-
-def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Any) -> Any:
-    """Mark a method ``test(self, make, **arguments)`` as an invariant of optimizers.
-
-    Args:
-        claim: names of attributes of :class:`Claims`. Where one of them is false, the test is
-            reported as skipped, "not claimed".
-        arguments: for each argument of the method, the Hypothesis strategy that draws it, or a
-            function from the contract class to one.
-    """
-    claims = (claim,) if isinstance(claim, str) else claim
-
-    def mark(body: Callable[..., None]) -> Callable[..., None]:
-        body._invariant = (claims, arguments)  # type: ignore[attr-defined]
-        return body
-
-    return mark
 
 
 class Claims:
@@ -222,7 +178,7 @@ class Claims:
             test: name of the invariant.
             arguments: the example.
         """
-        _run(self, _marked_function(type(self), test), **arguments)
+        run_once(self, marked_function(type(self), test), **arguments)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Replace each invariant by a test that draws its arguments.
@@ -231,123 +187,6 @@ class Claims:
         """
         super().__init_subclass__(**kwargs)
         for name in dir(cls):
-            body = _marked_function(cls, name)
+            body = marked_function(cls, name)
             if body is not None and cls.make is not Claims.make:
-                setattr(cls, name, _as_test(cls, name, body))
-
-
-def _marked_function(cls: type, name: str) -> Any:
-    """The function marked by ``invariant`` that ``name`` is or wraps; ``None`` if there is none."""
-    function = inspect.getattr_static(cls, name)
-    function = getattr(function, "_body", function)
-    return function if hasattr(function, "_invariant") else None
-
-
-def _as_test(cls: Any, name: str, body: Any) -> Any:
-    """The pytest test of an invariant: skipped if not claimed, else run by Hypothesis."""
-    claims, arguments = body._invariant
-    if not all(getattr(cls, claim) for claim in claims):
-
-        def test(self: Any) -> None:
-            check_claims(cls, claims)
-
-    else:
-
-        def run(self: Any, **example: Any) -> None:
-            __tracebackhide__ = True
-
-            def passes(other: Mapping[str, Any]) -> bool:
-                try:
-                    _run(self, body, **other)
-                except (Exception, pytest.fail.Exception):
-                    return False
-                return True
-
-            try:
-                _run(self, body, **example)
-            except HypothesisException:
-                raise
-            except (Exception, pytest.fail.Exception) as error:
-                lines = [f"        {key}={_code(value)}," for key, value in example.items()]
-                hypothesis.note(
-                    _SNIPPET.format(cls=cls.__name__, test=name, arguments="\n".join(lines))
-                )
-                if _is_shrunk():
-                    make = maker(self, example.get("options") or {})
-                    self.failure = failures.of_example(
-                        name, error, example, claims, passes, positive_states(make)
-                    )
-                    for cause in self.failure.causes:
-                        hypothesis.note(f"The likely cause: {cause}.")
-                    for explanation in self.failure.explanations:
-                        hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
-                raise
-
-        draws = {
-            key: drawn if isinstance(drawn, st.SearchStrategy) else drawn(cls)
-            for key, drawn in arguments.items()
-        }
-        if cls.options is not None:
-            draws["options"] = cls.options
-        draws["on_device"] = st.sampled_from(cls.on_device)
-        sparse = "sparse_gradients" in claims or not cls.dense_gradients
-        by_place = {"independent_parameters", "elementwise"} & set(claims)
-        if not (sparse or by_place or "bits" in draws):
-            draws["state_bits"] = st.sampled_from(cls.state_bits)
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-            + [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in draws]
-        )
-        # Hypothesis identifies a test and its saved examples by these names.
-        run.__name__, run.__qualname__ = name, f"{cls.__qualname__}.{name}"
-        run.__module__, run.__doc__ = cls.__module__, body.__doc__
-        test = settings_of(cls)(hypothesis.given(**draws)(run))
-
-    test.__name__, test.__qualname__ = name, f"{cls.__qualname__}.{name}"
-    test.__doc__ = body.__doc__
-    test._body = body  # type: ignore[attr-defined]
-    return test
-
-
-def check_claims(cls: type[Claims], claims: tuple[str, ...]) -> None:
-    """Skip the running test if ``cls`` does not claim all of ``claims``."""
-    missing = [claim for claim in claims if not getattr(cls, claim)]
-    if missing:
-        raise unittest.SkipTest(f"not claimed: {', '.join(missing)}")  # pytest skips, too
-
-
-def _is_shrunk() -> bool:
-    """Whether Hypothesis runs an example for the last time, to report it."""
-    return getattr(current_build_context(), "is_final", True)
-
-
-def settings_of(cls: type[Claims]) -> hypothesis.settings:
-    """Settings of the class or profile, without deadline and without the explain phase."""
-    settings = cls.settings or hypothesis.settings()
-    return hypothesis.settings(
-        settings,
-        deadline=None,  # the first step of an optimizer may compile a kernel
-        # To explain a failure, every line of torch that is run would be traced, for minutes.
-        phases=[phase for phase in settings.phases if phase is not hypothesis.Phase.explain],
-    )
-
-
-def _code(value: Any) -> str:
-    """``value`` as code, indented for the printed call."""
-    return pretty(value).replace("\n", "\n        ")
-
-
-def _run(
-    self: Any,
-    body: Callable[..., None],
-    *,
-    options: dict[str, Any] | None = None,
-    on_device: bool = False,
-    state_bits: int = 32,
-    signed: str | None = None,
-    **example: Any,
-) -> None:
-    """Run an invariant once on drawn arguments, on the CPU or as on a device."""
-    make = maker(self, options or {}, state_bits=state_bits, signed=signed)
-    with apart(on_device):
-        body(self, make, **example)
+                setattr(cls, name, as_test(cls, name, body))

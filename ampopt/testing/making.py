@@ -1,7 +1,7 @@
 """How the optimizer of an example is made: with its options, and with states of fewer bits."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ Make = Callable[[Any], Any]
 
 
 def maker(
-    contract: Any, options: dict[str, Any], *, state_bits: int = 32, signed: str | None = None
+    contract: Any, options: Mapping[str, Any], *, state_bits: int = 32, signed: str | None = None
 ) -> Make:
     """Return a function that makes the optimizer of ``contract``.
 
@@ -35,13 +35,13 @@ def maker(
     return storing(make, state_bits=state_bits)
 
 
-def maker_of_reference(contract: Any, options: dict[str, Any]) -> Make:
+def maker_of_reference(contract: Any, options: Mapping[str, Any]) -> Make:
     """Return a function that makes the trusted optimizer of ``contract``; see :func:`maker`."""
     kind = torch.optim.Optimizer
     return _making(contract.reference, options, kind, "a torch.optim.Optimizer")
 
 
-def _making(make: Any, options: dict[str, Any], kind: type[Any], must_be: str) -> Make:
+def _making(make: Any, options: Mapping[str, Any], kind: type[Any], must_be: str) -> Make:
     """``make`` with ``options``, whose result is checked to be a ``kind``."""
 
     def make_checked(params: Any) -> Any:

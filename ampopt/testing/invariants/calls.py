@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits
 from ampopt.testing.blueprints import History, Scale, set_gradients
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.examples import ending_well, finite, ways
 from ampopt.testing.invariants.training import WAYS, assert_same_training, start, step_by, train
 from ampopt.testing.no_sync import assert_no_sync

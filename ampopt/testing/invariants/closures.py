@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits, everything
 from ampopt.testing.blueprints import History
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.training import Trained, assert_same_training, start
 
 __all__ = ["Closures"]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import element_at
 from ampopt.testing.blueprints import Blueprint, History
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.examples import ways
 from ampopt.testing.invariants.training import start, step_by
 

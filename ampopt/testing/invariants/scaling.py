@@ -11,7 +11,8 @@ import ampopt
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import History, Scale, elements, set_gradients
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.examples import ending_well, finite, scales, ways
 from ampopt.testing.invariants.training import (
     WAYS,

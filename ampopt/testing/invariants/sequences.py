@@ -5,7 +5,8 @@ import pytest
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import run_state_machine_as_test
 
-from ampopt.testing.claims import Claims, check_claims, settings_of
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import check_claims, settings_of
 from ampopt.testing.state_machine.changes import Changes
 from ampopt.testing.state_machine.machine import Machine
 from ampopt.testing.state_machine.sequence import CallSequence, machine_of

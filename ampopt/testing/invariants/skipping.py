@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt.testing.bits import bits
 from ampopt.testing.blueprints import History, Scale, elements, set_gradients
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.examples import ending_in_overflow, ending_well, scales, ways
 from ampopt.testing.invariants.training import (
     WAYS,

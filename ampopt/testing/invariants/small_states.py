@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import ampopt
 from ampopt._step.declared_states import DeclaredStates
 from ampopt.testing.blueprints import History
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import invariant
 from ampopt.testing.invariants.examples import finite
 from ampopt.testing.invariants.training import Trained, start, step_by
 from ampopt.testing.making import storing

@@ -10,7 +10,8 @@ import ampopt
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.checkpoints import from_bytes, to_bytes
-from ampopt.testing.claims import Claims, check_claims, invariant
+from ampopt.testing.claims import Claims
+from ampopt.testing.invariant import check_claims, invariant
 from ampopt.testing.invariants.examples import ending_well
 from ampopt.testing.invariants.training import (
     Trained,
