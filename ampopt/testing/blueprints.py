@@ -27,26 +27,19 @@ Layout = Literal[
 class _ReprIsCall:
     """Base of dataclasses whose ``repr`` is the call that makes them, without default arguments."""
 
-    def _non_defaults(self) -> list[tuple[str, Any]]:
+    def _non_defaults(self) -> dict[str, Any]:
         """Name and value of each field that is not its default."""
         every = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        return [(f.name, value) for f, value in every if value != f.default]
+        return {f.name: value for f, value in every if value != f.default}
 
     def __repr__(self) -> str:
         """The call of the constructor that makes an equal object."""
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self._non_defaults())
-        return f"{type(self).__name__}({arguments})"
+        arguments = (f"{name}={value!r}" for name, value in self._non_defaults().items())
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print for Hypothesis, over several lines if needed."""
-        name = type(self).__name__
-        with printer.group(len(name) + 1, f"{name}(", ")"):
-            for index, (key, value) in enumerate(self._non_defaults()):
-                if index:
-                    printer.text(",")
-                    printer.breakable()
-                printer.text(f"{key}=")
-                printer.pretty(value)
+        printer.repr_call(type(self).__name__, (), self._non_defaults())
 
 
 @dataclass(frozen=True, repr=False)
