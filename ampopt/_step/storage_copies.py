@@ -15,7 +15,7 @@ from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures, to_device
 from ampopt_kernels.language import jit
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step_data import Decision
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.tensors import widest
 
@@ -53,7 +53,7 @@ class StorageCopies:
             work.refresh(copies, ((),))
             backend = backend_for(work.device)
             if not (backend.host_sees or captures(work.device)):
-                backend.prepare(work, decides=False)
+                backend.prepare(work, Request(), decides=False)
 
     def drop(self) -> None:
         """Free the memory of the copies."""

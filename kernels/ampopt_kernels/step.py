@@ -48,25 +48,18 @@ class Backend(ABC):
         """
         return False
 
-    def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
-        """Run the part of :meth:`reduce` and :meth:`update` that may fail, before any change.
+    def prepare(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
+        """Run the part of the passes of a step that may fail, before the first of them.
 
-        Args:
-            work: the rows of one device.
-            decides: whether :meth:`control` is called with this work. Otherwise the decision comes
-                from another device.
-        """
-
-    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
-        """Run the part of :meth:`detect` and :meth:`control` that may fail.
-
-        Called for the works of all devices if something is written before control has decided:
-        gradients, their sums, or the statistics of skip conditions.
+        At least of what follows a change: update, which follows control; and all passes of a step
+        that writes before control has decided: gradients, their sums, or the statistics of skip
+        conditions.
 
         Args:
             work: the rows and gradients of one device.
-            request: has ``write``, ``accumulate`` or ``causes``.
-            decides: whether :meth:`control` makes the decision with this work.
+            request: of the step, with tensors on this device.
+            decides: whether :meth:`control` is called with this work. Otherwise the decision comes
+                from another device.
         """
 
     @abstractmethod
@@ -204,15 +197,15 @@ def run(
     if request.max_norm is None and (request.causes or request.measure):
         request = request.with_norm()
     backends = [backend_for(work.device) for work in works]
-    if request.apply:
-        for backend, work in zip(backends, works, strict=True):
-            backend.prepare(work, decides=work is works[0])
-        if not all([backend.can_compile for backend in backends]):  # then "auto" has another one
-            backends = [backend_for(work.device) for work in works]
-    first_request, partials = _on(works[0].device, request), None
+    requests = [_on(work.device, request) for work in works]
+    for backend, work, on_device in zip(backends, works, requests, strict=True):
+        backend.prepare(work, on_device, decides=work is works[0])
+    if not all([backend.can_compile for backend in backends]):  # then "auto" has another one
+        backends = [backend_for(work.device) for work in works]
+    first_request, partials = requests[0], None
     writes = request.write and not backends[0].unscales_in_update(request)
     if request.needs_agreement or writes or request.measure or request.accumulate:
-        first_request, partials = _detected(backends, works, request, first_request)
+        first_request, partials = _detected(backends, works, requests)
     decision = backends[0].control(works[0], first_request, partials)
     if request.apply:
         decisions = [decision] + [
@@ -238,30 +231,31 @@ def run(
 
 
 def _detected(
-    backends: Sequence[Backend], works: Sequence[Work], request: Request, first_request: Request
+    backends: Sequence[Backend], works: Sequence[Work], requests: Sequence[Request]
 ) -> tuple[Request, Partials]:
     """Run detect on every device, and combine what it found on all devices and ranks.
 
+    Args:
+        backends: one for each device.
+        works: one for each device.
+        requests: the request of the step, with tensors on each device.
+
     Returns:
-        ``first_request``, which is ``request`` on the first device, with what the ranks have agreed
-        on; and the partials on that device.
+        The first request, with what the ranks have agreed on; and the partials on that device.
     """
-    requests = [first_request] + [_on(work.device, request) for work in works[1:]]
-    each = list(zip(backends, works, requests, strict=True))
-    if request.write or request.accumulate or request.causes:
-        for backend, work, on_device in each:
-            backend.prepare_decision(work, on_device, decides=work is works[0])
+    each = zip(backends, works, requests, strict=True)
     results = [backend.detect(work, on_device) for backend, work, on_device in each]
+    request = requests[0]
     device = works[0].device
     partials = results[0] if len(results) == 1 else _joined(results, device)
     if request.agree is not None:
-        reduced = request.agree(partials, first_request.found_inf, device)
+        reduced = request.agree(partials, request.found_inf, device)
         partials = replace(reduced, reports=(*partials.reports, *reduced.reports))
         if request.check:  # if not, it was not all-reduced: every rank has the same flag
-            first_request = replace(first_request, found_inf=None)
+            request = replace(request, found_inf=None)
         if reduced.loss is not None:
-            first_request = replace(first_request, loss=reduced.loss)
-    return first_request, partials
+            request = replace(request, loss=reduced.loss)
+    return request, partials
 
 
 def _on_device(decision: Decision, device: torch.device) -> Decision:

@@ -4,7 +4,6 @@ Each pass is one call for all rows of a kind, whatever their number; large rows 
 threads. The host reads a CPU tensor without a synchronization, so a skipped step returns at once.
 """
 
-import functools
 import math
 import warnings
 from array import array
@@ -21,7 +20,6 @@ from ampopt_kernels.gradient_terms import ACCUMULATION, MEASURES
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.row_column_means import LineSums
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
@@ -58,23 +56,19 @@ class Compiled(Backend):
         """See :meth:`Backend.unscales_in_update`. This reads and writes gradients once less."""
         return request.write and request.apply
 
-    def prepare(self, work: Work, *, decides: bool) -> None:
+    def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
-        assert work.rule is not None
-        if Table.of(work).kinds is None:
-            self._make_kinds(work, work.rule)
+        table = Table.of(work)
 
-    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare_decision`. Waits for the compiler at first uses."""
-        if request.accumulate and Table.of(work).kinds is None:
-            self._make_kinds(work, ACCUMULATION)
-        if request.write and not self.unscales_in_update(request):
-            for rows in Table.of(work).gradients:
-                rows.compile(unscales=True)
+        def compiles() -> None:
+            rule = ACCUMULATION if request.accumulate else work.rule if request.apply else None
+            if rule is not None and table.kinds is None:
+                table.make_kinds(work, rule)
+            if request.write and not self.unscales_in_update(request):
+                for rows in table.gradients:
+                    rows.compile(unscales=True)
 
-    def _make_kinds(self, work: Work, rule: Rule) -> None:
-        """Compile ``rule`` for the rows of ``work``."""
-        self._try(functools.partial(Table.of(work).make_kinds, work, rule))
+        self._try(compiles)
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.
@@ -96,8 +90,7 @@ class Compiled(Backend):
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
         if request.accumulate:
-            is_rejected = request.found_inf is not None and request.found_inf.item() > 0
-            if is_rejected or Table.of(work).kinds is None:
+            if request.found_inf is not None and request.found_inf.item() > 0:  # all are rejected
                 return accumulate_gradients(work, request, host_sees=True)
             return self._accumulate(work, request)
         scale = request.grad_scale

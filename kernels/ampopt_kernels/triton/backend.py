@@ -48,10 +48,17 @@ class Triton(Backend):
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # C++ that reads hundreds of addresses in one call
 
-    def prepare(self, work: Work, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare`. Compiles what follows control, by launching 0 programs."""
+    def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
+        """See :meth:`Backend.prepare`. Compiles by launching 0 programs."""
+        if self._compiles and request.apply:
+            self._prepare_update(work, decides=decides)
+        if self._compiles and (request.write or request.accumulate or request.causes):
+            self._prepare_decision(work, request, decides=decides)
+
+    def _prepare_update(self, work: Work, *, decides: bool) -> None:
+        """Compile what follows control."""
         table = Table.of(work)
-        if not self._compiles or table.prepared:
+        if table.prepared:
             return
         h = _h_table(work, to_reduce=True)  # uninitialized, as nothing reads it
         decision, compiling = Decision(found_inf=h, coefficients=h, h=h), self._compiling()
@@ -65,10 +72,8 @@ class Triton(Backend):
         compiling.update(work, decision)
         table.prepared = True
 
-    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare_decision`. Compiles by launching 0 programs."""
-        if not self._compiles:
-            return
+    def _prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
+        """Compile detect, and control if it is called with this work."""
         table = Table.of(work)
         tensors = (request.scale, request.found_inf, request.scheduled_by, request.loss)
         statistics = (check.statistics for check in request.checks(work.device))

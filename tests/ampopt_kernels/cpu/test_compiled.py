@@ -242,7 +242,7 @@ def test_totals_and_states_that_exchange_places():
         states = [[torch.tensor(x, dtype=F64) for x in pair] for pair in ((1.0, 10.0), (2.0, 20.0))]
         rows = [ParamRow(F32, torch.zeros(1), scalars=(a, b)) for a, b in states]
         work = Work(CPU, rows, [torch.ones(1), torch.ones(1)], rule, [[2.0]])
-        backend.prepare(work, decides=True)
+        backend.prepare(work, Request(), decides=True)
         decision = Decision(torch.tensor(0.0), Coefficients(0.0, 1.0, 1.0), sums=sums)
         backend.update(work, decision)
         assert [row.param.item() for row in rows if row.param is not None] == [
@@ -406,7 +406,7 @@ def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> An
     own = RowColumnMeans(LINES.averages_for((both,)), (), param, dtype)
     row = ParamRow(grad.dtype, param, (state,), flags=(both,), row_column_means=own)
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
-    backend.prepare(work, decides=True)
+    backend.prepare(work, Request(), decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
     (stack,) = backend.sum_lines(work, decision)
     return own, [sums.squeeze(0) for sums in stack.sums]

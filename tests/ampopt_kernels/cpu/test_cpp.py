@@ -21,7 +21,7 @@ from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import Rule, State
-from ampopt_kernels.step_data import Coefficients, Decision
+from ampopt_kernels.step_data import Coefficients, Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import arithmetic
@@ -100,7 +100,7 @@ def updated(
         row_column_means=row_column_means_of(rule, flags, param, arithmetic(*dtypes_of(tensors))),
     )
     work = Work(torch.device("cpu"), [row], [grad], rule, [list(hyper)])
-    backend.prepare(work, decides=True)
+    backend.prepare(work, Request(), decides=True)
     n_terms = rule.widths(len(hyper)).terms
     sums = Sums(*(torch.full(shape, 0.75).double() for shape in ((1, n_terms), (n_terms,))))
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))

@@ -51,7 +51,7 @@ def request(scale: float | None, **kwargs: Any) -> Request:
 def accumulated(engine: str, work: Work, asked: Request) -> Partials:
     """What detect finds as it adds the gradients of ``work`` to their sums."""
     backend = ENGINES[engine]()
-    backend.prepare_decision(work, asked, decides=True)
+    backend.prepare(work, asked, decides=True)
     return backend.detect(work, asked)
 
 

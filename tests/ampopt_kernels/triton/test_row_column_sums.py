@@ -11,7 +11,7 @@ from support.kernel_rows import CPU
 import ampopt
 from ampopt_kernels import rules
 from ampopt_kernels.row_column_means import RowColumnMeans, sums_of
-from ampopt_kernels.step_data import Decision
+from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
@@ -120,7 +120,8 @@ def test_lines_are_compiled_before_anything_is_launched(monkeypatch):
 
     monkeypatch.setattr(triton_backend, "launch", compiled)
     row, grad = matrix((1, 4, 4), torch.float32, 0)
-    Triton().prepare(Work(CPU, [row], [grad], rules.adafactor, [[0.5] * 6]), decides=True)
+    work = Work(CPU, [row], [grad], rules.adafactor, [[0.5] * 6])
+    Triton().prepare(work, Request(), decides=True)
     assert [entry for entry in launches if entry[0] == "line_kernel"] == [("line_kernel", 0)] * 2
 
 
