@@ -244,6 +244,18 @@ def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler):
 
 
 @needs_compiler
+def test_a_compiler_that_fails_as_gradients_are_unscaled_leaves_auto_eager(compiler, monkeypatch):
+    ampopt.set_backend("auto")
+    trained(1)
+    monkeypatch.setattr(gradients, "Library", compiler.library)
+    compiler.fails = RuntimeError("no header")
+    param, optimizer = made()
+    with pytest.warns(RuntimeWarning, match="no header.*staying on the eager"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert param.grad.tolist() == [0.25, 0.125, -0.5]
+
+
+@needs_compiler
 def test_a_compiler_that_fails_is_an_error_under_compiled(compiler):
     compiler.fails = RuntimeError("no header")
     ampopt.set_backend("compiled")
