@@ -21,7 +21,7 @@ import torch
 import ampopt
 from ampopt.bench import contenders, report, rows, small, workloads
 from ampopt.bench.measure import CLOCKS
-from ampopt.bench.memory import bandwidth
+from ampopt.bench.memory_bandwidth import bandwidth
 from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.native.build import cpp_compiler
 

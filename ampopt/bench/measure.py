@@ -12,14 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ampopt import _synchronization
 from ampopt._step.torch_private import spin
 
 __all__ = [
     "CLOCKS",
-    "DeviceCost",
     "Times",
-    "device_cost",
     "device_seconds",
     "host_seconds",
     "interleaved",
@@ -256,42 +253,3 @@ def _no_collection():
         yield
     finally:
         gc.enable()
-
-
-@dataclass(frozen=True)
-class DeviceCost:
-    """The costs of one step on a GPU besides time.
-
-    Attributes:
-        launches: number of kernel launches.
-        synchronizations: number of times the host waited for the device.
-        extra_bytes: peak of allocated memory during the step, minus the memory allocated before.
-    """
-
-    launches: int
-    synchronizations: int
-    extra_bytes: int
-
-
-def device_cost(
-    step: Callable[[], object], restore: Callable[[], None], device: torch.device
-) -> DeviceCost:
-    """Count launches, synchronizations and memory of a warm ``step``. Synchronizes.
-
-    Runs the step three times.
-    """
-    restore()
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    extra = torch.cuda.max_memory_allocated(device) - before
-    restore()
-    with _synchronization.synchronizations() as waits:
-        step()
-    restore()
-    torch.cuda.synchronize(device)
-    with _synchronization.kernels(device) as launches:
-        step()
-    return DeviceCost(len(launches), len(waits), extra)

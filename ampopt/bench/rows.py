@@ -10,9 +10,10 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, workloads
-from ampopt.bench.count import bytes_allocated, bytes_moved
-from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, reason, warmed
-from ampopt.bench.memory import Streams
+from ampopt.bench.byte_counts import bytes_allocated, bytes_moved
+from ampopt.bench.device_cost import DeviceCost, device_cost
+from ampopt.bench.measure import Times, interleaved, reason, warmed
+from ampopt.bench.memory_bandwidth import Streams
 
 __all__ = ["BenchRow", "measure", "unmeasured"]
 
@@ -32,7 +33,7 @@ class BenchRow:
         tensors: number of tensors.
         elements: number of elements of all tensors.
         bytes: bytes that ampopt's step reads and writes; see
-            :func:`ampopt.bench.count.bytes_moved`. 0 if ampopt failed or has no rule for the
+            :func:`ampopt.bench.byte_counts.bytes_moved`. 0 if ampopt failed or has no rule for the
             optimizer.
         bandwidth: bytes per second of memory in the same rounds; ``None`` if the data may fit the
             caches, so that memory sets no floor, or if it could not be measured.
@@ -41,7 +42,7 @@ class BenchRow:
         costs: on a GPU, the costs of each contender that ran.
         unknown: other quantities that could not be measured, and the reason.
         allocated: bytes of parameters, gradients and states with each contender; see
-            :func:`ampopt.bench.count.bytes_allocated`.
+            :func:`ampopt.bench.byte_counts.bytes_allocated`.
     """
 
     optimizer: str

@@ -5,7 +5,7 @@ import torch
 import ampopt
 from ampopt.bench import workloads
 from ampopt.bench.measure import device_seconds
-from ampopt.bench.memory import bandwidth
+from ampopt.bench.memory_bandwidth import bandwidth
 from evidence.first_hour import launches
 from evidence.first_hour.record import PartRecord
 

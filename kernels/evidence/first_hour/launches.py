@@ -12,7 +12,7 @@ import torch
 
 import ampopt
 from ampopt.backend import backend_for
-from ampopt.bench.count import bytes_by_kernel
+from ampopt.bench.byte_counts import bytes_by_kernel
 from ampopt.bench.measure import device_seconds, host_seconds, warmed
 from ampopt.bench.workloads import SCALE, Gradients, Workload
 

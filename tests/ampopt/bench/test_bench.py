@@ -19,11 +19,11 @@ from ampopt.bench import __main__ as bench
 from ampopt.bench import (
     contenders,
     measure,
-    memory,
+    memory_bandwidth,
     rows,
     workloads,
 )
-from ampopt.bench.count import bytes_by_kernel, bytes_moved
+from ampopt.bench.byte_counts import bytes_by_kernel, bytes_moved
 
 CPU = torch.device("cpu")
 OURS = ("ampopt", "ampopt:16", "ampopt:8")
@@ -50,7 +50,7 @@ def eager():
 def tiny(monkeypatch):
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
     monkeypatch.setattr(rows, "_CACHES", 8 * 32)
-    monkeypatch.setattr(memory, "_BEYOND_CACHES", 16)
+    monkeypatch.setattr(memory_bandwidth, "_BEYOND_CACHES", 16)
 
 
 @pytest.fixture
@@ -521,7 +521,7 @@ def test_bytes_follow_the_states_that_the_rule_has(make, each):
 
 
 def test_a_floor_is_the_fastest_stream_of_the_same_rounds():
-    streams = memory.Streams({"a": int, "b": int}, {"a": 2, "b": 3})
+    streams = memory_bandwidth.Streams({"a": int, "b": int}, {"a": 2, "b": 3})
     times = {
         k: measure.Times(v, v, v, 0.1, 1, v) for k, v in {"a": 1.0, "b": 2.0, "c": 9.0}.items()
     }
