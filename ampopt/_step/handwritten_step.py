@@ -241,6 +241,7 @@ class HandwrittenStep(StepStrategy):
             for _, param in gradients.present(optimizer.param_groups):
                 self._make_state(optimizer, param)
         called, result = skip_policy.step(optimizer, step, decision)
+        self.masters.drop_gradients()  # the step of a rule does so, if it was called
         return StepOutcome(decision, result, called)
 
     def _step_with_flag(self, step: Callable[[], Any], skip: Tensor) -> Any:

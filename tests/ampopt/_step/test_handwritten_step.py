@@ -266,3 +266,25 @@ def test_gradients_are_not_unscaled_again_after_a_step_that_raised(ends):
         param.grad = torch.full((2,), 4.0)
         optimizer.unscale_and_step(grads_scaled_by=scale)
     assert param.tolist() == [0.5, 0.5]
+
+
+class OwnStep(ampopt.SGD):
+    """Overrides the step of a rule."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("skip_by", ["host", "transaction"])
+def test_a_skip_leaves_no_gradients_on_masters(skip_by):
+    param = Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = OwnStep([param], lr=0.5, master_weights=True)
+    optimizer.skip_by = skip_by
+    param.grad = torch.full_like(param, INF)
+    optimizer.unscale(grads_scaled_by=1.0)
+    assert optimizer.step_after_unscale().skipped
+    assert [master.grad for master in optimizer.master_params()] == [None]
+    param.grad = torch.ones_like(param)
+    optimizer.accumulate(grads_scaled_by=1.0)
+    optimizer.step()
+    assert param.tolist() == [0.5, 0.5]
