@@ -20,9 +20,8 @@ from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import RANDOM_KEY
 from ampopt_kernels.low_bits import LOW_BITS
-from ampopt_kernels.memory import address_range, all_have_memory, may_overlap, share_memory
+from ampopt_kernels.memory import all_have_memory, overlapping_ranges, share_memory
 from ampopt_kernels.rule import MASTER, State
-from ampopt_kernels.tensors import is_dense
 
 __all__ = [
     "WrittenTensors",
@@ -42,10 +41,7 @@ WrittenTensors = tuple[str, Sequence[str], list[Tensor]]
 parameter and then these states.
 """
 
-_MemoryRange = tuple[int, int, str, str | None, Tensor]
-"""A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
-tensor.
-"""
+_device_of, _tensors_of = operator.attrgetter("device"), operator.itemgetter(2)
 
 
 def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTensors:
@@ -109,9 +105,8 @@ def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors]
     own = dtensor.local_of_each(list(chain.from_iterable(map(_tensors_of, everything))))
     n_written = len(own) - len(everything) + len(written)
     kinds = [kind for kind in set(map(type, own)) if hasattr(kind, "__tensor_flatten__")]
-    for (name, key), tensor in zip(_names_of(written), own, strict=False) if kinds else ():
+    for (what, _), tensor in zip(_names_of(written), own, strict=False) if kinds else ():
         if type(tensor) in kinds:
-            what = name if key is None else _state_name(key, name)
             raise TypeError(
                 f"{what} is a {type(tensor).__name__}, whose values are in other tensors, which a "
                 "rule cannot update: leave the parameter to an optimizer of torch, or replace it "
@@ -126,20 +121,29 @@ def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors]
         stepped = tensors[: bisect.bisect_left(on_device, n_written)]
         if not all_have_memory(stepped):
             place = next(i for i in on_device if not all_have_memory([own[i]]))
-            name, state = _names_of(everything)[place]
+            what, _ = _names_of(everything)[place]
             raise RuntimeError(
-                f"the memory of {name if state is None else _state_name(state, name)} was freed "
-                "(by untyped_storage().resize_()), so that no step can use it: restore its storage "
-                "before the step"
+                f"the memory of {what} was freed (by untyped_storage().resize_()), so that no step "
+                "can use it: restore its storage before the step"
             )
-        if may_overlap(tensors):
-            names = _names_of(everything)
-            _raise_for_overlap([(*address_range(own[i]), *names[i], own[i]) for i in on_device])
+        pairs = list(overlapping_ranges(tensors))
+        names = _names_of(everything) if pairs else []
+        for pair in pairs:
+            (what, is_state), (with_, with_state) = (names[on_device[index]] for index in pair)
+            if (is_state or with_state) and share_memory(*(tensors[index] for index in pair)):
+                raise ValueError(
+                    f"{what} shares memory with {with_}, so that updating one would change the "
+                    "other: replace the state by its clone()"
+                )
 
 
-def _names_of(written: list[WrittenTensors]) -> list[tuple[str, str | None]]:
-    """For each tensor of ``written`` its parameter, and its state or ``None``."""
-    return [(name, key) for name, keys, _ in written for key in (None, *keys)]
+def _names_of(written: list[WrittenTensors]) -> list[tuple[str, bool]]:
+    """What messages call each tensor of ``written``, and whether it is a state."""
+    return [
+        (name, False) if key is None else (_state_name(key, name), True)
+        for name, keys, _ in written
+        for key in (None, *keys)
+    ]
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
@@ -246,44 +250,3 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
             f"{what} has shape {tuple(value.shape)}, and must have one element, shape (): load a "
             "checkpoint of this model, or delete it to start with a new one"
         )
-
-
-# --- memory that two tensors share ----------------------------------------------------------------
-
-
-_start_of, _tensors_of = operator.itemgetter(0), operator.itemgetter(2)
-_device_of = operator.attrgetter("device")
-
-
-def _raise_for_overlap(memory: list[_MemoryRange]) -> None:
-    """Raise if a state shares memory with another tensor of ``memory``.
-
-    Two parameters may share memory: users tie them on purpose.
-    """
-    memory.sort(key=_start_of)
-    open_: list[_MemoryRange] = []  # tensors that may end after the start of the next one
-    reach = 0
-    for one in memory:
-        start, end, name, state, tensor = one
-        if start >= reach:
-            open_.clear()
-        for _, other_end, other_name, other_state, other in open_:
-            if other_end <= start or state is None is other_state:
-                continue
-            if _overlap(tensor, other):
-                what, with_ = (
-                    param if key is None else _state_name(key, param)
-                    for param, key in ((name, state), (other_name, other_state))
-                )
-                raise ValueError(
-                    f"{what} shares memory with {with_}, so that updating one would change the "
-                    "other: replace the state by its clone()"
-                )
-        if end > start:
-            open_.append(one)
-            reach = max(reach, end)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, whose address ranges overlap, have an element at the same address."""
-    return (is_dense(one) and is_dense(other)) or share_memory(one, other)

@@ -1,6 +1,7 @@
 """The memory of strided tensors: whether it is there, and whether two tensors share it."""
 
 import functools
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "address_range",
     "all_have_memory",
     "may_overlap",
+    "overlapping_ranges",
     "overlaps_itself",
     "share_memory",
     "sharing_memory",
@@ -97,28 +99,36 @@ def may_overlap(tensors: list[Tensor]) -> bool:
     return any(end > start for (_, end), (start, _) in pairwise(ranges))
 
 
-def sharing_memory(tensors: list[Tensor]) -> set[int]:
-    """The indices of those of strided ``tensors`` that share memory with one before them. Exact."""
+def overlapping_ranges(tensors: list[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of each two strided ``tensors`` whose address ranges overlap.
+
+    The one that begins later in memory comes first.
+    """
     if not may_overlap(tensors):
-        return set()
-    ranges, found = list(map(address_range, tensors)), set()
+        return
+    ranges = list(map(address_range, tensors))
     open_: list[int] = []  # tensors that may end after the start of the next one
-    for index in sorted(range(len(tensors)), key=ranges.__getitem__):
+    for index in sorted(range(len(tensors)), key=lambda index: ranges[index][0]):
         start, end = ranges[index]
         open_ = [other for other in open_ if ranges[other][1] > start]
-        for other in open_:
-            pair = tensors[index], tensors[other]
-            if pair[0].device == pair[1].device and (
-                all(map(is_dense, pair)) or share_memory(*pair)
-            ):
-                found.add(max(index, other))
+        yield from ((index, other) for other in open_)
         if end > start:
             open_.append(index)
-    return found
+
+
+def sharing_memory(tensors: list[Tensor]) -> set[int]:
+    """The indices of those of strided ``tensors`` that share memory with one before them. Exact."""
+    pairs = overlapping_ranges(tensors)
+    return {max(pair) for pair in pairs if share_memory(*map(tensors.__getitem__, pair))}
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two strided tensors of one device have elements that share memory. Exact."""
+    """Whether two strided tensors have elements that share memory. Exact."""
+    if one.device != other.device:
+        return False
+    if is_dense(one) and is_dense(other):
+        (start, end), (other_start, other_end) = address_range(one), address_range(other)
+        return start < other_end and other_start < end
     starts, sizes = [], []
     for tensor in (one, other):
         size = tensor.element_size()
