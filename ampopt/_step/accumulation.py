@@ -88,6 +88,21 @@ class AccumulationCycle:
         self.n_kept = n_kept if self.n_kept is None else self.n_kept + n_kept
 
 
+@dataclass
+class _Sum:
+    """The sum of the gradients of one parameter.
+
+    Attributes:
+        total: the buffer that has it.
+        address: the address of the memory that was made for the buffer.
+        latest: a weak reference to the gradient of the last call.
+    """
+
+    total: Any = None
+    address: int = 0
+    latest: "weakref.ref[Any] | None" = None
+
+
 class _ReplacedGradient(NamedTuple):
     """The gradient of a parameter while ``p.grad`` is its sum."""
 
@@ -116,9 +131,7 @@ class Accumulation(RefersToOptimizer):
         self.swapped_in = False
         self._replaced_grads: list[_ReplacedGradient] = []
         # No weak references: torch refuses to move a DTensor parameter to which there is one.
-        self._sums: dict[Any, Any] = {}
-        self._sums_at: dict[int, int] = {}  # id of a sum → address of the memory made for it
-        self._latest: dict[int, weakref.ref[Any]] = {}  # id of a parameter → its last gradient
+        self._sums: defaultdict[Any, _Sum] = defaultdict(_Sum)
         self._rows: dict[bool, GradientRows] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
@@ -197,13 +210,10 @@ class Accumulation(RefersToOptimizer):
         cycle = self.cycle
         if cycle is None:
             self.restore_gradients()
-            sums = gradients.without_removed(self._sums, self.groups)
-            if sums is not self._sums:
-                self._sums = sums
+            if len(self._sums) > sum(len(group["params"]) for group in self.groups):
+                for param in self._sums.keys() - set(gradients.params_of(self.groups)):
+                    del self._sums[param]
                 self._rows.clear()  # they have the sums of removed parameters
-                ids = set(map(id, sums))
-                self._latest = {key: grad for key, grad in self._latest.items() if key in ids}
-                self._sums_at = {id(total): self._sums_at[id(total)] for total in sums.values()}
             device = gradients.device_of(self.groups) or torch.device("cpu")
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:
@@ -284,31 +294,17 @@ class Accumulation(RefersToOptimizer):
         """
         wide = torch.promote_types(param.dtype, param.grad.dtype)
         wide = torch.promote_types(wide, torch.float32)
-        old_total = total = self._sums.get(param)
+        known = self._sums[param]
+        total = known.total
         if total is not None and not fresh:
             total = total.to(torch.promote_types(wide, total.dtype))
-        elif total is None or total.dtype != wide or not self._may_be_written(total, param):
+        elif total is None or total.dtype != wide or not _may_be_written(known, param):
             own = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             total = dtensor.from_local_like(own, param)
-        if total is not old_total:
-            self._sums[param] = total
-            self._sums_at[id(total)] = dtensor.local(total).data_ptr()
+        if total is not known.total:
+            known.total, known.address = total, dtensor.local(total).data_ptr()
             self._rows.clear()  # they may have the old sum
         return total
-
-    def _may_be_written(self, total: Any, param: Any) -> bool:
-        """Whether the sum ``total`` of an earlier cycle can be overwritten.
-
-        A step has read it in ``p.grad``, where users may have given it other memory: of another
-        tensor, by ``p.grad.data = other``, or less.
-        """
-        own = dtensor.local(total)
-        return (
-            _is_placed_like(total, param)
-            and own.data_ptr() == self._sums_at[id(total)]
-            and is_dense(own)
-            and all_have_memory([own])
-        )
 
     def check_sums(self) -> None:
         """Refuse sums of parameters that were resized or moved during the open cycle.
@@ -317,7 +313,7 @@ class Accumulation(RefersToOptimizer):
             RuntimeError: a parameter was resized or moved. Nothing has changed then.
         """
         for _, param, owner in () if self.cycle is None else self.cycle.params.values():
-            total = self._sums[param]
+            total = self._sums[param].total
             if not _is_placed_like(total, param):
                 raise RuntimeError(
                     f"accumulate: the sum of the gradients of {owner.name} has shape "
@@ -326,14 +322,13 @@ class Accumulation(RefersToOptimizer):
                     "after the step that applies the sum, or call zero_grad() to discard it"
                 )
 
-    def _is_reused(self, param: Tensor) -> bool:
+    def _is_reused(self, param: Any) -> bool:
         """Whether ``p.grad`` is the tensor that it was at the last call.
 
         Then a CUDA graph may write to it, so it is set to zero, not to ``None``.
         """
-        grad: Any = param.grad
-        latest = self._latest.get(id(param))
-        self._latest[id(param)] = weakref.ref(grad)
+        known, grad = self._sums[param], param.grad
+        latest, known.latest = known.latest, weakref.ref(grad)
         return latest is not None and latest() is grad
 
     # --- the step ---------------------------------------------------------------------------------
@@ -367,7 +362,7 @@ class Accumulation(RefersToOptimizer):
         for _, param, _ in self.cycle.params.values():
             if param.grad is not None:
                 self._is_reused(param)  # restore_gradients puts the same tensor back
-            total, dtype = self._sums[param], param.grad_dtype
+            total, dtype = self._sums[param].total, param.grad_dtype
             self._replaced_grads.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:
                 dtype = total.dtype
@@ -390,7 +385,7 @@ class Accumulation(RefersToOptimizer):
         )
         rescale_request = Request(scale=share, check=request.check, write=True, apply=False)
         params = cycle.params.values()
-        sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
+        sums = [real(dtensor.local(self._sums[param].total)) for _, param, _ in params]
         if sums:
             rows = [
                 ParamRow(total.dtype, owner=owner)
@@ -424,6 +419,21 @@ class Accumulation(RefersToOptimizer):
     def groups(self) -> list[dict[str, Any]]:
         """The param groups of the optimizer."""
         return self.optimizer.param_groups
+
+
+def _may_be_written(known: _Sum, param: Any) -> bool:
+    """Whether a sum of an earlier cycle can be overwritten.
+
+    A step has read it in ``p.grad``, where users may have given it other memory: of another
+    tensor, by ``p.grad.data = other``, or less.
+    """
+    own = dtensor.local(known.total)
+    return (
+        _is_placed_like(known.total, param)
+        and own.data_ptr() == known.address
+        and is_dense(own)
+        and all_have_memory([own])
+    )
 
 
 def _is_placed_like(total: Any, param: Any) -> bool:

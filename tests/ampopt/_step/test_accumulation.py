@@ -398,7 +398,7 @@ def test_a_call_that_fails_may_be_repeated(monkeypatch):
         patch.setattr(accumulation, "run", fails)
         with pytest.raises(RuntimeError, match="no compiler"):
             optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
-    poisoned = optimizer._ampopt.accumulation._sums[weights]
+    poisoned = optimizer._ampopt.accumulation._sums[weights].total
     poisoned.fill_(float("nan"))  # it was never written to
     optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
     optimizer.unscale_and_step(grads_scaled_by=1.0)
