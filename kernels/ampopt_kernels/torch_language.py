@@ -6,6 +6,7 @@ cost time, as in the loss-scale schedule on the CPU.
 """
 
 import ctypes
+import dis
 import functools
 import math
 import types
@@ -23,6 +24,8 @@ int32, int64 = torch.int32, torch.int64
 uint32 = int64  # torch has no shifts and products of uint32; code masks with 0xFFFFFFFF
 _DTYPES = "float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32"
 static_range = range
+_IN_PLACE = range(13, 26)
+"""The operations ``+=`` and so on of Python's instruction ``BINARY_OP``; 0 to 12 are ``+`` etc."""
 
 
 def constexpr(value: Any) -> Any:
@@ -236,7 +239,8 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
 
     The copy has the same code and other globals: ``tl`` is ``language``, ``jit`` functions are
     bound in turn, and functions of ``ampopt_kernels.language`` and ``random_numbers`` that are in
-    ``language.HELPERS`` are replaced by those.
+    ``language.HELPERS`` are replaced by those. In a language of tensors, ``x += y`` gives the name
+    ``x`` to another tensor, as Triton does, where torch writes to the tensor ``x``.
 
     Args:
         function: a function marked with ``jit``.
@@ -255,7 +259,22 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
     helped = ("ampopt_kernels.language", "ampopt_kernels.random_numbers")
     if fn.__module__ in helped and fn.__name__ in language.HELPERS:
         return language.HELPERS[fn.__name__]
-    return copied(fn, replaced)
+    bound = copied(fn, replaced)
+    if language in (_this_module, in_widest):
+        bound.__code__ = _without_writes(fn.__code__)
+    return bound
+
+
+def _without_writes(code: types.CodeType) -> types.CodeType:
+    """``code`` with ``x = x + y`` in place of ``x += y``, and likewise for ``-=`` and so on."""
+    instructions = bytearray(code.co_code)
+    for at in range(0, len(instructions), 2):
+        name = dis.opname[instructions[at]]
+        if name == "BINARY_OP" and instructions[at + 1] in _IN_PLACE:
+            instructions[at + 1] -= _IN_PLACE.start
+        elif name.startswith("INPLACE_"):  # before Python 3.11
+            instructions[at] = dis.opmap[name.replace("INPLACE", "BINARY")]
+    return code.replace(co_code=bytes(instructions))
 
 
 def copied(fn: Any, replaced: Callable[[Any], Any]) -> Any:

@@ -344,3 +344,22 @@ def test_comparisons_of_numbers_and_of_blocks_combine(engine):
         work = Work(CPU, [ParamRow(torch.float32, p)], [g], rule, [hyper])
         run(lambda _: ENGINES[engine](), [work], Request(check=False))
         assert p.tolist() == expected
+
+
+@jit
+def _doubled_in_place(p, g, state, h, flags):
+    double = g * 1.0
+    kept = double
+    double += g
+    rest = tl.where(h[0] > 1, h[0], 1.0)
+    rest -= g
+    return p + double * kept + rest, ()
+
+
+@each_engine
+def test_an_assignment_that_adds_leaves_other_names_of_the_block_alone(engine):
+    rule = Rule(update=_doubled_in_place, hyper=("a",))
+    p, g = torch.full((1,), 1.0), torch.full((1,), 3.0)
+    work = Work(CPU, [ParamRow(torch.float32, p)], [g], rule, [(5.0,)])
+    run(lambda _: ENGINES[engine](), [work], Request(check=False))
+    assert p.item() == 1 + 6 * 3 + 5 - 3
