@@ -22,7 +22,7 @@ from ampopt._step.small_states import with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import INIT_GROUP, uncompiled
-from ampopt.loss_scale.arguments import next_scale_of, request_for
+from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
 from ampopt.options import (
     DEFAULTS,

@@ -15,8 +15,9 @@ from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.loading import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_for
+from ampopt.loss_scale.arguments import check_max_norm
 from ampopt.loss_scale.scalings import note_told
+from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step_data import Request

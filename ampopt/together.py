@@ -12,7 +12,8 @@ from ampopt._step import accumulated_step, gradients
 from ampopt._step.overflow import OverflowCheck
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
+from ampopt.loss_scale.arguments import check_max_norm
+from ampopt.loss_scale.step_scale import as_loss_scale, next_scale_of, request_for
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.gradient_reports import GradientReport, Owner

@@ -4,7 +4,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 ``stepping.StepStrategy``. To follow one ``unscale_and_step`` of ``AdamW``, read in this order:
 
 1. ``ampopt.optimizer.unscale_and_step`` checks whether the call is allowed now (``phase``), turns
-   its argument into a loss scale (``ampopt.loss_scale.arguments``), and returns the next scale.
+   its argument into a loss scale (``ampopt.loss_scale.step_scale``), and returns the next scale.
 2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
    its ``plan_guards`` that only gradients and hyperparameters have changed. Otherwise

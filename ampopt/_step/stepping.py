@@ -26,8 +26,8 @@ from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import LeftOut
 from ampopt._step.torch_private import undo_state_initialization
 from ampopt._step.untold_scale import UntoldScale
-from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
 from ampopt.loss_scale.base import AnyScale
+from ampopt.loss_scale.step_scale import as_loss_scale, next_scale_of, request_for
 from ampopt.results import as_flag
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
@@ -340,7 +340,8 @@ class StepStrategy(RefersToOptimizer, ABC):
 
         Raises:
             RuntimeError: an earlier step has used the scale.
-            TypeError: see :func:`ampopt.loss_scale.arguments.as_loss_scale`, as for ``ValueError``.
+            TypeError: see :func:`ampopt.loss_scale.step_scale.as_loss_scale`.
+            ValueError: likewise.
         """
         scale = as_loss_scale(
             grads_scaled_by, self.decision_device, self.uploads, in_closure=self.in_closure

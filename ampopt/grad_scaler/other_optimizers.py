@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import OptState
 from ampopt._step import gradients
 from ampopt._step.overflow import OverflowCheck
 from ampopt._step.torch_private import mark_as_called
-from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.results import as_flag
 from ampopt_kernels.step_data import Request
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt import StepResult, Unscaled
-from ampopt.loss_scale.arguments import as_loss_scale, request_for
+from ampopt.loss_scale.step_scale import as_loss_scale, request_for
 from ampopt.testing.bits import bits, everything
 
 backend = either_host
