@@ -49,7 +49,9 @@ class Snapshot:
             groups, self._groups, self._params, strict=True
         ):
             group.clear()
-            params[:] = [param.restore() for param in leaves]
+            restored = [param.restore() for param in leaves]
+            if isinstance(params, list):  # a user may have set a tuple
+                params[:] = restored
             group.update(params=params, **_restore(entries))
         self._optimizer.state.clear()
         for key, state in self._state:

@@ -166,6 +166,16 @@ def test_a_loss_that_is_not_finite_is_named(form):
     assert everything(valley.optimizer) == before
 
 
+def test_a_tuple_of_params_is_restored_when_an_evaluation_fails():
+    valley = Valley(ampopt.LBFGS)
+    group = valley.optimizer.param_groups[0]
+    group["params"] = tuple(group["params"])
+    before, valley.fails_at = everything(valley.optimizer), 3
+    with pytest.raises(KeyError, match="evaluation"):
+        valley.step("unscale_and_step", 2.0)
+    assert everything(valley.optimizer) == before
+
+
 @both_forms
 def test_torchs_own_lbfgs_applies_the_overflow(form):
     """Without replay, the same closure makes torch's LBFGS end in NaN."""
