@@ -297,14 +297,14 @@ def _advance(
 ) -> list[tuple[Any, ...]]:
     """Advance the scalar states; return the ``h`` of ``update`` for each row with a gradient."""
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
-    dtypes = work.scalar_dtypes
+    scalars, dtypes = rule.on_tensors("scalars", torch.float64), work.scalar_dtypes
     for variant in _variants(work):
         arguments: tuple[Any, ...] = (variant.s, variant.h, variant.flags)
         if sums is not None:
             arguments = (*rule.torch_before_sums(*arguments), variant.flags)
             each = torch.stack([sums.each[i] for i in variant.members])
             arguments = (*arguments, each.unbind(1), sums.totals.unbind())
-        new_s, new_h = rule.torch_scalars(*arguments)
+        new_s, new_h = scalars(*arguments)
         for column, old, new, dtype in zip(variant.columns, variant.s, new_s, dtypes, strict=True):
             values = keep(old, new).to(dtype).unbind()
             pairs = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
@@ -321,12 +321,13 @@ def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[An
     Functions of torch round differently in vectors than alone.
     """
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
+    scalars = rule.on_tensors("scalars", torch.float64)
     for index, row, _ in work.present_rows():
         arguments = _on_host(work, row)
         if sums is not None:
             terms = (tuple(sums.each[index].tolist()), tuple(sums.totals.tolist()))
             arguments = (*rule.torch_before_sums(*arguments), row.flags, *terms)
-        new_s, new_h = rule.torch_scalars(*arguments)
+        new_s, new_h = scalars(*arguments)
         for state, new in zip(row.scalars, new_s, strict=True):
             if state is not None:
                 state.fill_(new)

@@ -342,18 +342,30 @@ class Rule:
             return group
         return {**group, **self.entries(group, *kind)}
 
+    def bound(self, role: str, language: Any = None) -> Callable[..., Any]:
+        """A function of the rule in another language; see :func:`torch_language.bind`.
+
+        It may be called with more arguments than it takes, of which it ignores the last.
+
+        Args:
+            role: the name of the function, such as ``"update"``.
+            language: as for ``bind``.
+        """
+        function = getattr(self, role)
+        n, bound = _arguments(function), torch_language.bind(function, language)
+        return lambda *arguments: bound(*arguments[:n])
+
     @functools.cached_property
     def on_tensors(self) -> "Callable[[str, torch.dtype], Any]":
-        """A function of a name and a dtype: a function of the rule for torch tensors.
+        """A function of a name and a dtype: a function of the rule for torch tensors or numbers.
 
-        The name is ``"update"``, ``"reduce"`` or ``"averages"``, and the dtype that of the blocks,
-        float32 or float64.
+        The name is that of a function, and the dtype that of the blocks, float32 or float64.
         """
 
         @functools.cache
         def on_tensors(role: str, dtype: torch.dtype) -> Any:
             language = torch_language.in_widest if dtype == torch.float64 else None
-            return torch_language.dividing(torch_language.bind(getattr(self, role), language))
+            return torch_language.dividing(self.bound(role, language))
 
         return on_tensors
 
@@ -363,25 +375,7 @@ class Rule:
 
         ``before_reduce``, or ``scalars`` in a rule without ``reduce``.
         """
-        if not self.reduces:
-            return self.torch_scalars
-        return torch_language.dividing(
-            torch_language.bind(self.before_reduce, torch_language.in_widest)
-        )
-
-    @functools.cached_property
-    def torch_scalars(self) -> Any:
-        """``scalars`` on torch tensors or Python numbers.
-
-        Takes five arguments, and passes on as many as it needs.
-        """
-        scalars = torch_language.bind(self.scalars, torch_language.in_widest)
-        n = self.scalars_arguments
-
-        def with_unused(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
-            return scalars(*(s, h, flags, sums, totals)[:n])
-
-        return torch_language.dividing(with_unused)
+        return self.on_tensors("before_reduce" if self.reduces else "scalars", torch.float64)
 
     @functools.cached_property
     def widths(self) -> "Callable[[int], Widths]":
@@ -398,7 +392,8 @@ class Rule:
             states = (one,) * len(self.inputs_for(flags))
             terms = self.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
             sums = (one,) * len(terms)
-            _, h = self.torch_scalars(s, before, flags, sums, sums)
+            scalars = self.on_tensors("scalars", torch.float64)
+            _, h = scalars(s, before, flags, sums, sums)
             return Widths(len(before), len(terms), len(h))
 
         return widths

@@ -498,9 +498,9 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
             if rule.reduces:
                 s, h = rule.torch_before_sums(s, h, flags)
                 sums = rule.on_tensors("reduce", torch.float64)(one, one, states, h, flags)
-            _, h = rule.torch_scalars(s, h, flags, sums, sums)
-            at = ((one.long(), one),) * rule.draws
-            rule.on_tensors("update", torch.float32)(one, one, states, h, flags, *at)
+            _, h = rule.on_tensors("scalars", torch.float64)(s, h, flags, sums, sums)
+            update = rule.on_tensors("update", torch.float32)
+            update(one, one, states, h, flags, (one.long(), one))
         except (ValueError, IndexError):
             continue
         return n

@@ -111,7 +111,7 @@ def test_width_is_what_scalars_return():
 
 def test_without_scalars_hyperparameters_pass_through():
     rule = Rule(update=update, hyper=("lr",))
-    assert rule.torch_scalars((), (0.1,)) == ((), (0.1,))
+    assert rule.on_tensors("scalars", torch.float64)((), (0.1,)) == ((), (0.1,))
 
 
 def test_runs_on_tensors():
@@ -137,7 +137,7 @@ def test_built_in_rules_keep_to_what_they_declare(name):
             terms = rule.on_tensors("reduce", torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
             assert all(t.shape == (2,) for t in terms)
             sums = (one,) * len(terms)
-        s, h = rule.torch_scalars(s, h, flags, sums, sums)
+        s, h = rule.on_tensors("scalars", torch.float64)(s, h, flags, sums, sums)
         assert len(s) == len(rule.scalar_state)
         p, new = rule.on_tensors("update", torch.float32)(
             torch.ones(2), torch.ones(2), state, h, flags

@@ -173,14 +173,13 @@ def _of_scalars(kind: Kind, *, stores: bool) -> str:
     s, h = numbers("inputs", range(len(dtypes))), numbers("h", range(kind.n_hyper))
     to_store, of_indices = [], []
     if rule.reduces:
-        s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
+        s, h = rule.bound("before_reduce", LANGUAGE)(s, h, flags)
     if stores or not rule.reduces:
         n_terms = rule.widths(kind.n_hyper).terms
         inputs += [f"sums[row[0] * {n_terms} + {i}]" for i in range(n_terms)]
         sums = numbers("inputs", range(len(dtypes), len(inputs)))
         totals = numbers("totals", range(n_terms * (rule.scalars_arguments > 4)))
-        function = torch_language.bind(rule.scalars, LANGUAGE)
-        s, h = function(*(s, h, flags, sums, totals)[: rule.scalars_arguments])
+        s, h = rule.bound("scalars", LANGUAGE)(s, h, flags, sums, totals)
     if stores:
         program.before += [f"next[{i}] = {cast(x, torch.float64)};" for i, x in enumerate(s)]
         to_store = [f"{state} = next[{i}];" for i, state in enumerate(states) if state]
@@ -295,7 +294,7 @@ def _terms(kind: Kind, role: str, loop: str, adds: str, **constants: Any) -> str
     width = kind.width_of("reduce")
     elements = _Elements(kind, width, BLOCK, of_lines=role == "averages")
     program = elements.program
-    terms = torch_language.bind(getattr(kind.rule, role), LANGUAGE)(*elements.arguments)
+    terms = kind.rule.bound(role, LANGUAGE)(*elements.arguments)
     for k, term in enumerate(terms):
         program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
     indices = [i for i, x in enumerate(elements.read) if x.used]
@@ -335,8 +334,7 @@ def _update(kind: Kind) -> str:
             numbers = f"h + {width + 1 + 2 * kind.has_random_key}"
             call = f"indices_of({numbers}, {kind.jumps}, position, block, size, indices);"
             statements.append(call)
-    function = torch_language.bind(kind.rule.update, LANGUAGE)
-    param, state = function(*arguments, *(program,) * kind.rule.draws)
+    param, state = kind.rule.bound("update", LANGUAGE)(*arguments, program)
     if kind.has_random_key:
         program.before.append(
             f"const uint64_t key = (uint64_t)h[{width + 1}] | (uint64_t)h[{width + 2}] << 32;"

@@ -210,7 +210,7 @@ def test_every_function_of_numbers_has_the_bits_that_python_gives(x, y):
     row = ParamRow(F32, torch.ones(2), scalars=states)
     work = Work(CPU, [row], [torch.ones(2)], EVERY_FUNCTION, [[x, y]])
     run(lambda _: Compiled(), [work], Request(check=False))
-    expected, _ = EVERY_FUNCTION.torch_scalars((), (x, y), ())
+    expected, _ = EVERY_FUNCTION.on_tensors("scalars", torch.float64)((), (x, y), ())
     assert bits(states) == bits(expected)
 
 
