@@ -395,12 +395,10 @@ def _advance(
         s, h = ADVANCE.before(s, h, FLAGS)
     new_s, new_h = ADVANCE.scalars(*(s, h, FLAGS, each, over_all)[: ADVANCE.arguments])
     if ADVANCE.stores:
-        # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
-        skips = skip + tl.zeros((ROWS,), tl.float64)
         for i in tl.static_range(len(ADVANCE.dtypes)):
             address = tl.load(row + FIRST + i, mask=live, other=0)
-            exists = live & present & (address != 0) & (skips <= 0)
-            new = new_s[i].to(ADVANCE.dtypes[i])
+            exists = live & present & (address != 0) & (skip <= 0)
+            new = tl.cast(new_s[i], ADVANCE.dtypes[i])
             tl.store(address.to(tl.pointer_type(ADVANCE.dtypes[i])), new, mask=exists)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

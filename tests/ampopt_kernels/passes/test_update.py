@@ -363,3 +363,26 @@ def test_an_assignment_that_adds_leaves_other_names_of_the_block_alone(engine):
     work = Work(CPU, [ParamRow(torch.float32, p)], [g], rule, [(5.0,)])
     run(lambda _: ENGINES[engine](), [work], Request(check=False))
     assert p.item() == 1 + 6 * 3 + 5 - 3
+
+
+@jit
+def _restarted(s, h):
+    return (0.0, s[0] + 1), (3, s[1])
+
+
+@jit
+def _plus_numbers(p, g, state, h, flags):
+    return p + h[0] + h[1], ()
+
+
+@each_engine
+@pytest.mark.parametrize("drop", [True, False])
+def test_scalars_may_return_numbers_that_are_written_in_it(engine, drop):
+    rule = Rule(
+        update=_plus_numbers, scalars=_restarted, hyper=(), scalar_state=(State("a"), State("b"))
+    )
+    p, a, b = torch.full((1,), 1.0), torch.tensor(5.0), torch.tensor(7.0)
+    row = ParamRow(torch.float32, p, scalars=(a, b))
+    work = Work(CPU, [row], [torch.ones(1)], rule, ((),))
+    run(lambda _: ENGINES[engine](), [work], Request(drop=drop))
+    assert (p.item(), a.item(), b.item()) == (1 + 3 + 7, 0.0, 6.0)
