@@ -77,6 +77,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     settings["masters"] = "float32" if options.masters else None
     settings["changing"] = workloads.CHANGING if options.changing else None
     about = {**report.environment(device), **settings}
+    if options.small:
+        about |= {"threads": 1, "clock": "cpu" if device.type == "cpu" else "wall"}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     if options.small:
         time = "of CPU time on one thread" if device.type == "cpu" else "until a step returns"

@@ -13,7 +13,7 @@ from ampopt.bench.contenders import FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
 from ampopt.environment import cpu_model, version_of
 
-__all__ = ["costs", "environment", "memory", "table"]
+__all__ = ["as_columns", "costs", "environment", "memory", "table"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def table(rows: Sequence[BenchRow]) -> str:
         shares += [row.ratio_to_float32] * has_masters
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         lines.append(cells)
-    return _as_columns(lines, left=(0, 1, 2))
+    return as_columns(lines, left=(0, 1, 2))
 
 
 def costs(rows: Sequence[BenchRow]) -> str:
@@ -82,7 +82,7 @@ def costs(rows: Sequence[BenchRow]) -> str:
                     "-" if cost is None else f"{cost.extra_bytes / 1e6:.1f}",
                 ]
             )
-    return _as_columns(lines, left=(0, 1, 2, 3))
+    return as_columns(lines, left=(0, 1, 2, 3))
 
 
 def memory(rows: Sequence[BenchRow]) -> str:
@@ -99,7 +99,7 @@ def memory(rows: Sequence[BenchRow]) -> str:
         shares = [_share(row, name) for name in SMALL]
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         lines.append([row.optimizer, row.workload, "yes" if row.clip else "no", *cells])
-    return _as_columns(lines, left=(0, 1, 2))
+    return as_columns(lines, left=(0, 1, 2))
 
 
 def _share(row: BenchRow, name: str) -> float | None:
@@ -114,7 +114,7 @@ def _milliseconds(median: float, spread: float) -> str:
     return f"{median * 1e3:.{digits}f} ±{spread * 1e3:.{digits}f}"
 
 
-def _as_columns(lines: list[list[str]], left: tuple[int, ...]) -> str:
+def as_columns(lines: list[list[str]], left: tuple[int, ...]) -> str:
     """``lines`` of cells as text in columns; those numbered in ``left`` are flush left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(

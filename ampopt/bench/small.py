@@ -25,6 +25,7 @@ import ampopt
 from ampopt.backend import ENVIRONMENT
 from ampopt.bench import contenders, workloads
 from ampopt.bench.measure import interleaved, warmed
+from ampopt.bench.report import as_columns
 
 __all__ = ["COUNTS", "SmallRow", "first_step", "measure", "table"]
 
@@ -32,9 +33,6 @@ COUNTS = (1, 20, 300, 2000)
 """The numbers of tensors; the steps in which something changes are those of the third."""
 _ELEMENTS = 64
 _TORCHS = "fused"
-_PLAIN, _ABSENT, _CLIPPED = "", "a random quarter absent", "clipped"
-_SCALER = "unscale_, clip_grad_norm_, step under GradScaler"
-_WRITTEN = "a hand-written step of one torch operation"
 _MOST_PROCESSES = 3
 
 
@@ -55,96 +53,6 @@ class SmallRow:
     ours: float
 
 
-def _change_rate(optimizer: Optimizer) -> None:
-    """Set another learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] *= 1 - 1e-6
-
-
-def _replace_state(optimizer: Optimizer) -> None:
-    """Replace one state by a copy, which a plan does not know."""
-    for state in list(optimizer.state.values())[:1]:
-        state["exp_avg"] = state["exp_avg"].clone()
-
-
-_CHANGES: dict[str, Callable[[Optimizer], None]] = {
-    "another learning rate": _change_rate,
-    "a new plan": _replace_state,
-}
-"""What changes before each step, outside of its time."""
-
-
-def measure(device: torch.device, *, rounds: int, seconds: float) -> list[SmallRow]:
-    """Measure all rows on one thread; those of first steps on the CPU only.
-
-    Args:
-        device: device of the tensors.
-        rounds: maximum number of rounds of a row. First steps take at most 3, each two processes.
-        seconds: about the time for all rows but those of first steps.
-    """
-    cases = [(_PLAIN, count) for count in COUNTS]
-    cases += [(what, COUNTS[2]) for what in (_ABSENT, _CLIPPED, _SCALER, _WRITTEN, *_CHANGES)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows = [
-            _steps(device, *case, rounds=rounds, seconds=seconds / len(cases)) for case in cases
-        ]
-    finally:
-        torch.set_num_threads(before)
-    if device.type == "cpu":
-        rows += _first_steps(min(rounds, _MOST_PROCESSES))
-    return rows
-
-
-def table(rows: Sequence[SmallRow]) -> str:
-    """Format the rows as lines, in microseconds."""
-    columns = ("torch fused", "ampopt", "ratio", "a tensor")
-    lines = ["tensors  " + "".join(f"{name:>13}" for name in columns) + "  what"]
-    for row in rows:
-        times = (1e6 * row.torchs, 1e6 * row.ours)
-        numbers = [f"{x:13.1f}" for x in times] + [f"{row.ours / row.torchs:13.3f}"]
-        each = f"{times[1] / row.tensors:13.2f}"
-        lines.append(f"{row.tensors:7}  {''.join(numbers)}{each}  {row.what}".rstrip())
-    return "\n".join(lines)
-
-
-def _steps(device: torch.device, what: str, count: int, *, rounds: int, seconds: float) -> SmallRow:
-    """The row of warm steps of ``count`` tensors."""
-    params = _workload(count).parameters(torch.float32, device)
-    gradients = workloads.Gradients(params, workloads.CHANGING if what == _ABSENT else 0.0)
-    change = _CHANGES.get(what, lambda _: None)
-    steps, restores = {}, {}
-    for name in (_TORCHS, contenders.AMPOPT):
-        contender = _contender(what, name, params)
-        clips = what in (_CLIPPED, _SCALER)
-        steps[name] = contender.clipped_step if clips else contender.step
-        restores[name] = functools.partial(_restore, gradients, change, contender.optimizer)
-        warmed(steps[name], restores[name])
-    times = interleaved(
-        steps,
-        lambda name: restores[name](),
-        device,
-        rounds=rounds,
-        seconds=seconds,
-        clock="cpu",
-    )
-    return SmallRow(what, count, times[_TORCHS].host, times[contenders.AMPOPT].host)
-
-
-def _contender(what: str, name: str, params: list[Tensor]) -> contenders.Contender:
-    """The contender ``name`` of the row ``what``."""
-    is_ours = name == contenders.AMPOPT
-    if what == _WRITTEN and is_ours:
-        return contenders.by_control_point(name, _OwnDescent(params, {}))
-    if what == _WRITTEN:
-        return contenders.under_scaler(name, _Descent(params, {}), params)
-    if what == _SCALER and is_ours:
-        optimizer = ampopt.AdamW(params)
-        return contenders.under_scaler(name, optimizer, params, ampopt.GradScaler)
-    return contenders.enter(name, "AdamW", params)
-
-
 class _Descent(torch.optim.Optimizer):
     """Gradient descent with one torch operation."""
 
@@ -162,12 +70,118 @@ class _OwnDescent(ampopt.Optimizer):
     step: Any = _Descent.step
 
 
-def _restore(
-    gradients: workloads.Gradients, change: Callable[[Optimizer], None], optimizer: Optimizer
-) -> None:
-    """Give every parameter its gradient back, and make the change."""
-    gradients.restore()
-    change(optimizer)
+def _adamw(name: str, params: list[Tensor]) -> contenders.Contender:
+    """AdamW; torch's under ``torch.amp.GradScaler``."""
+    return contenders.enter(name, "AdamW", params)
+
+
+def _adamw_under_scaler(name: str, params: list[Tensor]) -> contenders.Contender:
+    """AdamW, ampopt's under ``ampopt.GradScaler``."""
+    if name == _TORCHS:
+        return _adamw(name, params)
+    return contenders.under_scaler(name, ampopt.AdamW(params), params, ampopt.GradScaler)
+
+
+def _written(name: str, params: list[Tensor]) -> contenders.Contender:
+    """A hand-written optimizer."""
+    if name == _TORCHS:
+        return contenders.under_scaler(name, _Descent(params, {}), params)
+    return contenders.by_control_point(name, _OwnDescent(params, {}))
+
+
+def _change_rate(optimizer: Optimizer) -> None:
+    """Set another learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 - 1e-6
+
+
+def _replace_state(optimizer: Optimizer) -> None:
+    """Replace one state by a copy, which a plan does not know."""
+    for state in list(optimizer.state.values())[:1]:
+        state["exp_avg"] = state["exp_avg"].clone()
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A kind of step.
+
+    Attributes:
+        what: what is special about it; empty for a plain one.
+        enter: makes the contender of a name.
+        clips: whether gradients are clipped.
+        absent: the share of parameters without a gradient.
+        change: what changes before each step, outside of its time.
+    """
+
+    what: str
+    enter: Callable[[str, list[Tensor]], contenders.Contender] = _adamw
+    clips: bool = False
+    absent: float = 0.0
+    change: Callable[[Optimizer], None] = lambda _: None
+
+
+_PLAIN = _Case("")
+_CASES = (
+    _Case("a random quarter absent", absent=workloads.CHANGING),
+    _Case("clipped", clips=True),
+    _Case(
+        "unscale_, clip_grad_norm_, step under GradScaler", enter=_adamw_under_scaler, clips=True
+    ),
+    _Case("a hand-written step of one torch operation", enter=_written),
+    _Case("another learning rate", change=_change_rate),
+    _Case("a new plan", change=_replace_state),
+)
+
+
+def measure(device: torch.device, *, rounds: int, seconds: float) -> list[SmallRow]:
+    """Measure all rows on one thread; those of first steps on the CPU only.
+
+    Args:
+        device: device of the tensors.
+        rounds: maximum number of rounds of a row. First steps take at most 3, each two processes.
+        seconds: about the time for all rows but those of first steps.
+    """
+    cases = [(_PLAIN, count) for count in COUNTS] + [(case, COUNTS[2]) for case in _CASES]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [
+            _steps(device, *case, rounds=rounds, seconds=seconds / len(cases)) for case in cases
+        ]
+    finally:
+        torch.set_num_threads(before)
+    if device.type == "cpu":
+        rows += _first_steps(min(rounds, _MOST_PROCESSES))
+    return rows
+
+
+def table(rows: Sequence[SmallRow]) -> str:
+    """Format the rows as lines, in microseconds."""
+    lines = [["tensors", "torch fused", "ampopt", "ratio", "a tensor", "what"]]
+    for row in rows:
+        times = [f"{1e6 * row.torchs:.1f}", f"{1e6 * row.ours:.1f}"]
+        shares = [f"{row.ours / row.torchs:.3f}", f"{1e6 * row.ours / row.tensors:.2f}"]
+        lines.append([str(row.tensors), *times, *shares, row.what])
+    return as_columns(lines, left=(5,))
+
+
+def _steps(
+    device: torch.device, case: _Case, count: int, *, rounds: int, seconds: float
+) -> SmallRow:
+    """The row of warm steps of ``count`` tensors."""
+    params = _workload(count).parameters(torch.float32, device)
+    gradients = workloads.Gradients(params, case.absent)
+    entered = {name: case.enter(name, params) for name in (_TORCHS, contenders.AMPOPT)}
+
+    def restore(name: str) -> None:
+        gradients.restore()
+        case.change(entered[name].optimizer)
+
+    steps = {name: c.clipped_step if case.clips else c.step for name, c in entered.items()}
+    for name, step in steps.items():
+        warmed(step, functools.partial(restore, name))
+    times = interleaved(steps, restore, device, rounds=rounds, seconds=seconds, clock="cpu")
+    return SmallRow(case.what, count, times[_TORCHS].host, times[contenders.AMPOPT].host)
 
 
 def _first_steps(rounds: int) -> list[SmallRow]:

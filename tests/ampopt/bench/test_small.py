@@ -37,7 +37,8 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
     for count, torchs, ours, ratio, each, *_ in lines:
         assert float(ratio) == pytest.approx(float(ours) / float(torchs), rel=0.1, abs=0.001)
         assert float(each) == pytest.approx(float(ours) / int(count), rel=0.01)
-    assert figures["environment"]["backend"] == "eager"
+    about = figures["environment"]
+    assert [about[name] for name in ("backend", "threads", "clock")] == ["eager", 1, "cpu"]
     for row, (count, torchs, ours, _, _, *what) in zip(figures["rows"], lines, strict=True):
         assert (row["tensors"], row["what"]) == (int(count), "".join(what))
         assert row["torchs"] == pytest.approx(1e-6 * float(torchs), rel=0.01, abs=1e-7)
