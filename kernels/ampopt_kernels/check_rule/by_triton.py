@@ -39,24 +39,19 @@ def _blocks_kernel(
     blocks,
     numbers,
     FUNCTION: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
     FLAGS: tl.constexpr,
-    DRAWS: tl.constexpr,
     N_STATES: tl.constexpr,
     N_H: tl.constexpr,
-    N_TERMS: tl.constexpr,
+    UPDATES: tl.constexpr,
 ):
-    """A kernel that calls an ``update``, or with ``N_TERMS`` a ``reduce`` or ``averages``."""
+    """A kernel that calls an ``update``, or a ``reduce`` or ``averages`` unless it ``UPDATES``."""
     at = tl.arange(0, 128)
     h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
     p, g = _loaded(blocks + at, 2, 128)
-    if N_TERMS > 0:
-        results = FUNCTION(p, g, state, h, FLAGS)
-    else:
-        if DRAWS:
-            param, state = FUNCTION(p, g, state, h, FLAGS, (at.to(tl.int64), p))
-        else:
-            param, state = FUNCTION(p, g, state, h, FLAGS)
-        results = (param,) + state
+    results = FUNCTION(*(p, g, state, h, FLAGS, (at.to(tl.int64), p))[:ARGUMENTS])
+    if UPDATES:
+        results = (results[0],) + results[1]
     for i in tl.static_range(len(results)):
         tl.store(blocks + i * 128 + at, rounded(results[i], tl.float32))
 
@@ -65,10 +60,7 @@ def _blocks_kernel(
 def _codec_kernel(blocks, FUNCTION: tl.constexpr, N: tl.constexpr):
     """A kernel that calls a function of a codec, with ``N`` arguments."""
     at = tl.arange(0, 128)
-    if N == 1:
-        x = FUNCTION(tl.load(blocks + at))
-    else:
-        x = FUNCTION(tl.load(blocks + at), tl.load(blocks + 128 + at))
+    x = FUNCTION(*_loaded(blocks + at, N, 128))
     tl.store(blocks + at, x.to(tl.float32))
 
 
@@ -209,28 +201,28 @@ def _sources(
     from triton.compiler import ASTSource
 
     functions, widths = functions_of(rule, owner), rule.widths(n_hyper)
-    n_inputs, n_means = len(rule.inputs_for(flags)), len(rule.averages_for(flags))
+    n_inputs = len(rule.inputs_for(flags))
 
     def of_numbers(arguments: int, n_h: int) -> tuple[Any, ...]:
-        names = ("ARGUMENTS", "FLAGS", "N_SCALARS", "N_H", "N_TERMS")
-        values = (arguments, flags, len(rule.scalar_state), n_h, widths.terms)
-        return _scalars_kernel, {"blocks": "*fp64"}, dict(zip(names, values, strict=True))
+        sizes = {"N_SCALARS": len(rule.scalar_state), "N_H": n_h, "N_TERMS": widths.terms}
+        constants = {"ARGUMENTS": arguments, "FLAGS": flags, **sizes}
+        return _scalars_kernel, {"blocks": "*fp64"}, constants
 
-    def of_blocks(n_states: int, n_h: int, n_terms: int, draws: bool = False) -> tuple[Any, ...]:
-        names = ("FLAGS", "DRAWS", "N_STATES", "N_H", "N_TERMS")
-        pointers = {"blocks": "*fp32", "numbers": "*fp32"}
-        values = (flags, draws, n_states, n_h, n_terms)
-        return _blocks_kernel, pointers, dict(zip(names, values, strict=True))
+    def of_blocks(arguments: int, n_states: int, n_h: int, *, updates: bool) -> tuple[Any, ...]:
+        sizes = {"N_STATES": n_states, "N_H": n_h, "UPDATES": updates}
+        constants = {"ARGUMENTS": arguments, "FLAGS": flags, **sizes}
+        return _blocks_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, constants
 
     kernels = {
         "scalars": of_numbers(rule.scalars_arguments, widths.reduce if rule.reduces else n_hyper),
-        "update": of_blocks(n_inputs, widths.update, 0, rule.draws),
+        "update": of_blocks(5 + rule.draws, n_inputs, widths.update, updates=True),
     }
     if rule.reduces:
         kernels["before_reduce"] = of_numbers(3, n_hyper)
-        kernels["reduce"] = of_blocks(n_inputs, widths.reduce, widths.terms)
-    if n_means:
-        kernels["averages"] = of_blocks(len(rule.state_for(flags)), widths.reduce, n_means)
+        kernels["reduce"] = of_blocks(5, n_inputs, widths.reduce, updates=False)
+    if rule.averages_for(flags):
+        n_states = len(rule.state_for(flags))
+        kernels["averages"] = of_blocks(5, n_states, widths.reduce, updates=False)
     calls = [(functions[role], *kernel) for role, kernel in kernels.items()]
     for own in own_codecs(rule, owner):
         for function, n in ((own.encode, 2), (own.decode, 1)):

@@ -74,26 +74,21 @@ once."""
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: programs ``start`` to ``stop`` of the table of chunks, over rows of one kind.
+    """One launch: some programs of the table of chunks, over rows of one kind.
 
     Attributes:
         start: its first program.
-        stop: the program after its last.
+        programs: the number of programs.
         like: one of its rows; all have the same dtypes and flags.
         align: a power of two in bytes that divides every address.
         even: a number that divides the row length of every matrix with factors.
     """
 
     start: int
-    stop: int
+    programs: int
     like: ParamRow
     align: int
     even: int
-
-    @property
-    def programs(self) -> int:
-        """The number of programs."""
-        return self.stop - self.start
 
     @functools.cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -283,9 +278,8 @@ def _launches(
             spans[2 * index : 2 * index + 2] = first, first + counts[index]
             for chunk in range(counts[index]):
                 chunks += (index, chunk)
-        stop = len(chunks) // 2
-        if stop > start:
-            launches.append(Launch(start, stop, work.rows[members[0]], align, even))
+        if programs := len(chunks) // 2 - start:
+            launches.append(Launch(start, programs, work.rows[members[0]], align, even))
     return launches, chunks, spans
 
 
