@@ -177,17 +177,22 @@ def _forward_in(
     ``own`` is the forward of the instance, as hooks of Accelerate set it; ``None`` for its class's.
     """
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
-    tensors = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
-    copies = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    places = [place for place in _tensors(module, apart) if place[2].is_floating_point()]
+    copies = {path: tensor.to(dtype) for path, _, tensor in places}
     forward = partial(type(module).forward, module) if own is None else own
     with with_tensors(module, copies):
-        result = _call_in(dtype, forward, args, kwargs, tensors.values())
-    for name, tensor in tensors.items():
-        if tensor.dtype != dtype and not isinstance(tensor, nn.Parameter):
-            # Copy back what the module wrote to a buffer, such as running statistics, and keep the
-            # full precision of elements that it did not write.
-            same = copies[name] == tensor.to(dtype)
-            tensor.copy_(torch.where(same, tensor, copies[name]))
+        result = _call_in(dtype, forward, args, kwargs, (tensor for _, _, tensor in places))
+    for path, owner, tensor in places:
+        now = copies[path]  # what is in the module at the end of its forward
+        if isinstance(tensor, nn.Parameter) or now is tensor:
+            continue
+        if tensor.dtype == dtype or now.shape != tensor.shape:  # the module has replaced a buffer
+            setattr(owner, path.rpartition(".")[2], now.to(tensor.dtype))
+            continue
+        # Copy back what the module wrote to a buffer, such as running statistics, and keep the full
+        # precision of elements that it did not write.
+        same = now == tensor.to(dtype)
+        tensor.copy_(torch.where(same, tensor, now))
     return result
 
 

@@ -442,3 +442,24 @@ def test_run_in_refuses_what_cannot_be_called(what):
         ampopt.run_in(what, torch.float32)
     with pytest.raises(ValueError, match="dtype must be one of"):
         ampopt.run_in(torch.matmul)  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_run_in_keeps_the_buffers_that_a_module_replaces(dtype):
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("cache", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = self.mean * 0.5 + x.detach()
+            self.cache = torch.cat((self.cache, x.detach()))
+            return x
+
+    model: Any = nn.Sequential(Growing())
+    ampopt.run_in(model, dtype)
+    for _ in range(2):
+        model(torch.ones(2))
+    assert (model[0].mean.tolist(), model[0].cache.tolist()) == ([1.5, 1.5], [0, 1, 1, 1, 1])
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
