@@ -5,8 +5,7 @@ selects the old ones. Where the host sees the tensors, on the CPU, a skipped ste
 and numbers of a rule (``h``) are Python's: their arithmetic is in float64, as in compiled C++.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,12 +172,8 @@ class Eager(Backend):
             return
         rule, (inverse, clip) = work.rule, self._of(decision)
         assert rule is not None
-        if self.host_sees:
-            keep: Callable[[Tensor, Tensor], Tensor] = _take_new
-            advanced = _advance_on_host(work, rule, decision.sums)
-        else:
-            keep = functools.partial(_select, decision.skip > 0)
-            advanced = _advance(work, rule, keep, decision.sums)
+        skip = None if self.host_sees else decision.skip > 0
+        advanced = _advance(work, rule, skip, decision.sums)
         for index, row, whole in work.present_rows():
             dtype, key = row.compute_dtype, row.random_key
             h = tuple(_cast(x, dtype) for x in advanced[index])
@@ -210,8 +205,8 @@ class Eager(Backend):
                 chunk += [x for x in row.scales_at(start, end) if x is not None]
                 states, scales = codecs.encoded_each(state, row.codecs, position, key)
                 start = end
-                values = (param, *states, *copy, *scales)
-                news = [keep(old, x.to(old.dtype)) for old, x in zip(chunk, values, strict=True)]
+                pairs = zip(chunk, (param, *states, *copy, *scales), strict=True)
+                news = [_kept(skip, old, new.to(old.dtype)) for old, new in pairs]
                 # A rule may return an argument as another state: read it before it is written.
                 written = {old.data_ptr() for old in chunk}
                 news = [x.clone() if x.data_ptr() in written else x for x in news]
@@ -237,111 +232,107 @@ class Eager(Backend):
         ``averages`` get.
         """
         coefficients: list[tuple[Any, ...]] = [()] * len(work.rows)
-        if self.host_sees:
-            for index, row, _ in work.present_rows():
-                coefficients[index] = rule.torch_before_sums(*_on_host(work, row))[1]
-        else:
-            for variant in _variants(work):
-                h = rule.torch_before_sums(*variant[2:])[1]
-                _hand_out(h, variant.members, coefficients)
+        for variant in _variants(work, in_numbers=self.host_sees):
+            h = rule.torch_before_sums(variant.s, variant.h, variant.flags)[1]
+            _hand_out(h, variant.members, coefficients)
         for index, row, grad in work.present_rows():
             h = (*self._of(decision), *coefficients[index])
             yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
 
 
-def _take_new(old: Tensor, new: Tensor) -> Tensor:
-    """``new``: the host knows that the step is not skipped."""
-    return new
-
-
-def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """``old`` if the step is skipped, else ``new``."""
-    return torch.where(skip, old, new)
+def _kept(skip: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    """``old`` if the step is skipped, else ``new``; ``skip`` is ``None`` if it surely is not."""
+    return new if skip is None else torch.where(skip, old, new)
 
 
 class _Variant(NamedTuple):
-    """The scalar states of the rows of one variant that have gradients.
+    """The scalar states of rows that have gradients, and whose numbers are computed together.
+
+    These are all rows of one variant; or a single one, if it is computed in Python numbers.
 
     Attributes:
         members: the indices of the rows in ``work.rows``.
         columns: for each scalar state, its 0-d tensors, one a row; ``None`` where the flags omit
             the state.
-        s: for each scalar state, one tensor of shape (rows,); 0 where the flags omit the state.
+        s: for each scalar state, one tensor of shape (rows,), or a number; 0 where the flags omit
+            the state.
         h: the hyperparameters, numbers or 0-d tensors.
         flags: the flags of the rule.
     """
 
     members: list[int]
     columns: list[tuple[Tensor | None, ...]]
-    s: tuple[Tensor, ...]
+    s: tuple[Any, ...]
     h: tuple[Any, ...]
     flags: tuple[bool, ...]
 
 
-def _variants(work: Work) -> Iterator[_Variant]:
-    """The rows with gradients of each variant, and their scalar states as one tensor each."""
-    by_variant: dict[int, list[int]] = {}
+def _variants(work: Work, *, in_numbers: bool) -> Iterator[_Variant]:
+    """The rows with gradients, and their scalar states.
+
+    Args:
+        work: the rows.
+        in_numbers: whether the host reads the states. Then each row is computed by itself, as
+            functions of torch round differently in vectors than alone.
+    """
+    together: dict[int, list[int]] = {}
     for index, row, _ in work.present_rows():
-        by_variant.setdefault(row.variant, []).append(index)
-    zero, wide = torch.zeros((), device=work.device), widest(work.device)
-    for variant, members in by_variant.items():
-        hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[variant])
-        h = tuple(_cast(x, wide) for x in hyper)
+        together.setdefault(index if in_numbers else row.variant, []).append(index)
+    for members in together.values():
+        first = work.rows[members[0]]
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
-        s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
-        yield _Variant(members, columns, s, h, work.rows[members[0]].flags)
+        hyper = work.hyper[first.variant]
+        if in_numbers:
+            s = tuple(0.0 if state is None else state.item() for (state,) in columns)
+            h = tuple(map(float, hyper))
+        else:
+            zero, wide = torch.zeros((), device=work.device), widest(work.device)
+            s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
+            h = tuple(_cast(x.reshape(()) if isinstance(x, Tensor) else x, wide) for x in hyper)
+        yield _Variant(members, columns, s, h, first.flags)
 
 
 def _advance(
-    work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor], sums: Sums | None
+    work: Work, rule: Rule, skip: Tensor | None, sums: Sums | None
 ) -> list[tuple[Any, ...]]:
-    """Advance the scalar states; return the ``h`` of ``update`` for each row with a gradient."""
+    """Advance the scalar states; return the ``h`` of ``update`` for each row with a gradient.
+
+    Args:
+        work: the rows.
+        rule: their rule.
+        skip: whether to keep the old states: bool, 0-d; ``None`` if the host knows that the step
+            is not skipped, and computes in Python numbers.
+        sums: the sums of the terms of the rule, if it has any.
+    """
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
     scalars, dtypes = rule.on_tensors("scalars", torch.float64), work.scalar_dtypes
-    for variant in _variants(work):
+    for variant in _variants(work, in_numbers=skip is None):
         arguments: tuple[Any, ...] = (variant.s, variant.h, variant.flags)
         if sums is not None:
-            arguments = (*rule.torch_before_sums(*arguments), variant.flags)
-            each = torch.stack([sums.each[i] for i in variant.members])
-            arguments = (*arguments, each.unbind(1), sums.totals.unbind())
+            if skip is None:
+                (index,) = variant.members
+                terms: Any = tuple(sums.each[index].tolist()), tuple(sums.totals.tolist())
+            else:
+                each = torch.stack([sums.each[i] for i in variant.members])
+                terms = each.unbind(1), sums.totals.unbind()
+            arguments = (*rule.torch_before_sums(*arguments), variant.flags, *terms)
         new_s, new_h = scalars(*arguments)
         for column, old, new, dtype in zip(variant.columns, variant.s, new_s, dtypes, strict=True):
-            values = keep(old, new).to(dtype).unbind()
+            if skip is None:
+                (state,) = column
+                if state is not None:
+                    state.fill_(new)
+                continue
+            values = torch.where(skip, old, new).to(dtype).unbind()
             pairs = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if pairs:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
                 copy([x for x, _ in pairs], [v for _, v in pairs])
-        _hand_out(new_h, variant.members, result)
+        _hand_out(map(float, new_h) if skip is None else new_h, variant.members, result)
     return result
 
 
-def _advance_on_host(work: Work, rule: Rule, sums: Sums | None) -> list[tuple[Any, ...]]:
-    """What :func:`_advance` does, on Python numbers, and each row by itself: no step is skipped.
-
-    Functions of torch round differently in vectors than alone.
-    """
-    result: list[tuple[Any, ...]] = [()] * len(work.rows)
-    scalars = rule.on_tensors("scalars", torch.float64)
-    for index, row, _ in work.present_rows():
-        arguments = _on_host(work, row)
-        if sums is not None:
-            terms = (tuple(sums.each[index].tolist()), tuple(sums.totals.tolist()))
-            arguments = (*rule.torch_before_sums(*arguments), row.flags, *terms)
-        new_s, new_h = scalars(*arguments)
-        for state, new in zip(row.scalars, new_s, strict=True):
-            if state is not None:
-                state.fill_(new)
-        result[index] = tuple(map(float, new_h))
-    return result
-
-
-def _on_host(work: Work, row: ParamRow) -> tuple[Any, ...]:
-    """The first three arguments of ``Rule.scalars`` and ``before_reduce``, as Python numbers."""
-    s = tuple(0.0 if state is None else state.item() for state in row.scalars)
-    return s, tuple(map(float, work.hyper[row.variant])), row.flags
-
-
-def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]]) -> None:
+def _hand_out(h: Iterable[Any], members: list[int], to: list[tuple[Any, ...]]) -> None:
     """Set ``to[i]`` of each row ``i`` in ``members`` to the row's entries of ``h``.
 
     Args:
