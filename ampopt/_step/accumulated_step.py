@@ -64,46 +64,50 @@ def end_cycles(
     refuse_sparse(groups)
     for each in sums:  # before a cycle is closed
         each.check_sums()
-    uploads, whole = sums[0].uploads, request
-    request = replace(
-        request, max_norm=None, write=False, apply=False, measure=False, causes=(), loss=None
+    begun = [each.cycle for each in sums if each.cycle is not None]
+    is_checked = request.check or any(cycle.is_checked for cycle in begun)
+    closing = replace(
+        request,
+        check=is_checked,
+        max_norm=None,
+        write=False,
+        apply=False,
+        measure=False,
+        causes=(),
+        loss=None,
     )
-    if any(each.cycle is not None and each.cycle.is_checked for each in sums):
-        request = replace(request, check=True)
-    cycles = [each.close(request, agreement) for each in sums]
-    flags = _flags_of(cycles, request, agreement, decision_device) if request.check else None
+    cycles = [each.close(closing, agreement) for each in sums]
+    flags = _flags_of(cycles, closing, agreement, decision_device) if is_checked else None
     for each, wide in zip(sums, reads_wide, strict=True):
         each.swap_in_sums(wide=wide)
-    request = replace(
+    clips = request.max_norm is not None
+    deciding = replace(
         request,
         unscaled=True,
-        check=flags is not None and bool(whole.causes),
-        causes=() if flags is None else whole.causes,
-        loss=whole.loss,
-        max_norm=whole.max_norm,
-        measure=whole.measure and whole.max_norm is not None,  # else the step does, unclipped
+        check=flags is not None and bool(request.causes),
+        write=False,
+        apply=False,
+        measure=request.measure and clips,  # else the step does, unclipped
     )
     if flags is None:
-        request = replace(request, scale=None, policy=None, counters=None)
+        deciding = replace(deciding, scale=None, policy=None, counters=None, causes=())
     else:
-        request = replace(request, found_inf=flags.skip, scheduled_by=flags.overflow)
-    decision: Any = None
-    if request.causes or request.max_norm is not None:
+        deciding = replace(deciding, found_inf=flags.skip, scheduled_by=flags.overflow)
+    uploads, decision = sums[0].uploads["decide"], None
+    if deciding.causes or clips:
         with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
-        decision = check_and_unscale(
-            GradientRows.of(with_grads, with_grads, agreement, uploads["decide"]),
-            request,
-            decision_all_reduce(agreement, request, len(with_grads), ControlPoint.SUMS_OF_CYCLE),
-            decision_device,
-        )
+        call = ControlPoint.SUMS_OF_CYCLE
+        rows = GradientRows.of(with_grads, with_grads, agreement, uploads)
+        all_reduce = decision_all_reduce(agreement, deciding, len(with_grads), call)
+        decision = check_and_unscale(rows, deciding, all_reduce, decision_device)
     elif flags is not None:
-        constants = uploads["decide"].setdefault(decision_device, Uploads())
-        decision = run(backend_for, [Work(decision_device, [], uploads=constants)], request)
+        constants = uploads.setdefault(decision_device, Uploads())
+        decision = run(backend_for, [Work(decision_device, [], uploads=constants)], deciding)
         if flags.any_sums is not None:
-            decision = decision.with_schedule_where(flags.any_sums, request)
+            decision = decision.with_schedule_where(flags.any_sums, deciding)
     if decision is None or flags is None:
         return decision
-    if whole.max_norm is None:
+    if not clips:
         return replace(decision, norm=None, reports=flags.reports)
     measured = tuple(r for r in decision.reports if isinstance(r, GradientReport))
     return replace(decision, reports=(*flags.reports, *measured))
