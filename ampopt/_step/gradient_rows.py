@@ -177,8 +177,8 @@ class _Guard:
         self._have_masters = list(map(MASTER_WEIGHTS.of, groups))
         # A step reads sums in ``p.grad``, where users may give them other memory.
         sums = [row.param for row in rows.works[0].rows if row.param is not None]
-        self._tensors, self._sums_at = [*sums, *self.params, *masters.values()], addresses(sums)
-        self._layouts = LayoutGuard(self._tensors)
+        self._tensors = [*sums, *self.params, *masters.values()]
+        self._addresses, self._layouts = addresses(self._tensors), LayoutGuard(self._tensors)
         self._grad_layouts = LayoutGuard(list(map(grad_of, self.params)))
 
     def addresses_now(self, groups: list[dict[str, Any]], states: States | None) -> array | None:
@@ -193,9 +193,7 @@ class _Guard:
             return None
         found, fits = self._layouts.read(self._tensors)
         grads_at, grads_fit = self._grad_layouts.read(self.params, of_gradients=True)
-        if not {*fits, *grads_fit} <= {1} or found[: len(self._sums_at)] != self._sums_at:
-            return None
-        return grads_at
+        return grads_at if {*fits, *grads_fit} == {1} and found == self._addresses else None
 
 
 def works_of(

@@ -35,9 +35,9 @@ class Variant(NamedTuple):
     Attributes:
         place: the index among the variants of a plan.
         flags: the flags of the rule.
-        states: names of the elementwise states, and their dtypes; ``None`` for the parameter's.
-        scalars: names of the scalar states, and their dtypes.
+        states: the names of the elementwise states.
         state_keys: the names of all states.
+        forms: name, dtype and shape of each state; ``None`` for those of the parameter.
         scalar_keys: for each scalar state of the rule its name; ``None`` if the flags omit it.
         is_plain: whether the states are elementwise or scalar, and have all their digits: no option
             of :data:`ampopt.options.GROUP_OPTIONS` is set.
@@ -45,9 +45,9 @@ class Variant(NamedTuple):
 
     place: int
     flags: tuple[bool, ...]
-    states: tuple[tuple[str, torch.dtype | None], ...]
-    scalars: tuple[tuple[str, torch.dtype], ...]
+    states: tuple[str, ...]
     state_keys: tuple[str, ...]
+    forms: tuple[tuple[str, torch.dtype | None, torch.Size | None], ...]
     scalar_keys: tuple[str | None, ...]
     is_plain: bool
 
@@ -88,14 +88,19 @@ class Variants:
         """The variant of the parameters of ``kind`` in ``group``."""
         rule = self._rule
         flags = rule.flag_values(group, kind)
-        scalars = rule.scalar_state_for(flags)
+        every, scalars = rule.all_state_for(flags), rule.scalar_state_for(flags)
         has_options = any(option.is_set(group) for option in GROUP_OPTIONS.values())
         return Variant(
             place=len(self._variants),
             flags=flags,
-            states=tuple((part.name, part.dtype) for part in rule.state_for(flags)),
-            scalars=tuple((part.name, part.dtype or torch.float32) for part in scalars),
-            state_keys=tuple(part.name for part in rule.all_state_for(flags)),
+            states=tuple(part.name for part in rule.state_for(flags)),
+            state_keys=tuple(part.name for part in every),
+            forms=tuple(
+                (part.name, part.dtype or torch.float32, torch.Size())
+                if part in scalars
+                else (part.name, part.dtype, None)
+                for part in every
+            ),
             scalar_keys=tuple(p.name if p in scalars else None for p in rule.scalar_state),
             is_plain=not (has_options or rule.averages_for(flags)),
         )

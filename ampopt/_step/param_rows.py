@@ -144,7 +144,7 @@ class RuleRows:
         """The row of a parameter whose state is complete: all elements have all their digits."""
         param, variant, state = planned.one.tensor, planned.variant, planned.state
         scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
-        states = tuple([state[name] for name, _ in variant.states])
+        states = tuple([state[name] for name in variant.states])
         row = ParamRow(grad_dtype, param, states, None, None, scalars, variant.flags)
         if self._rule.draws:
             row.indices = self._drawn_indices(param, param)

@@ -34,7 +34,7 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
     ``False`` also if that takes a longer look, as with options, entries of a user's own, or a
     parameter that is not contiguous, or lazily negated.
     """
-    n, dtype = len(variant.states) + len(variant.scalars), param.dtype
+    n, dtype = len(variant.state_keys), param.dtype
     if not (
         variant.is_plain
         and type(param) in _PLAIN
@@ -48,26 +48,16 @@ def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
     if len(state) != n or type(state) is not dict:
         return False
     shape, device = param.shape, param.device
-    for name, declared in variant.states:
+    for name, own_dtype, own_shape in variant.forms:
         value = state.get(name)
         if not (
             type(value) is Tensor
-            and value.dtype == (declared or dtype)
-            and value.shape == shape
+            and value.dtype == (own_dtype or dtype)
+            and value.shape == (shape if own_shape is None else own_shape)
             and value.device == device
             and value.layout is torch.strided
             and value.is_contiguous()
             and not value.is_neg()
-        ):
-            return False
-    for name, dtype in variant.scalars:
-        value = state.get(name)
-        if not (
-            type(value) is Tensor
-            and value.dtype == dtype
-            and not value.ndim
-            and not value.is_neg()
-            and value.device == device
         ):
             return False
     return True

@@ -15,7 +15,6 @@ __all__ = [
     "from_local_like",
     "is_awaited",
     "is_dtensor",
-    "is_placed_as",
     "local",
     "local_of_each",
     "placed_as",
@@ -78,15 +77,10 @@ def redistribute_gradient(param: Any) -> None:
         param.grad = placed_grad
 
 
-def is_placed_as(tensor: Any, like: Any) -> bool:
-    """Whether ``tensor`` has the placements of ``like``, or one of them is no ``DTensor``."""
-    both = is_dtensor(tensor) and is_dtensor(like)
-    return not both or tensor.placements == like.placements
-
-
 def placed_as(tensor: Any, like: Any) -> Any:
     """``tensor`` with the placements of ``like``; itself unless both are ``DTensor``s."""
-    if is_placed_as(tensor, like):
+    both = is_dtensor(tensor) and is_dtensor(like)
+    if not both or tensor.placements == like.placements:
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 
