@@ -5,6 +5,7 @@ selects the old ones. Where the host sees the tensors, on the CPU, a skipped ste
 and numbers of a rule (``h``) are Python's: their arithmetic is in float64, as in compiled C++.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -321,7 +322,7 @@ def _advance(
             if skip is None:
                 (state,) = column
                 if state is not None:
-                    state.fill_(new)
+                    state.fill_(_cast(new, state.dtype))
                 continue
             values = torch.where(skip, old, new).to(dtype).unbind()
             pairs = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
@@ -354,5 +355,12 @@ def _chunks(*tensors: Tensor):
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A factor in the arithmetic dtype: a 0-d tensor would otherwise promote a 0-d parameter."""
-    return value.to(dtype) if isinstance(value, Tensor) else value
+    """A number in the arithmetic dtype: a 0-d tensor would otherwise promote a 0-d parameter.
+
+    A Python number that float32 cannot hold becomes infinite, where torch raises an error.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    if dtype == torch.float32 and abs(value) > torch.finfo(dtype).max:
+        return math.copysign(math.inf, value)
+    return value

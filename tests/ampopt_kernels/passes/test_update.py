@@ -386,3 +386,22 @@ def test_scalars_may_return_numbers_that_are_written_in_it(engine, drop):
     work = Work(CPU, [row], [torch.ones(1)], rule, ((),))
     run(lambda _: ENGINES[engine](), [work], Request(drop=drop))
     assert (p.item(), a.item(), b.item()) == (1 + 3 + 7, 0.0, 6.0)
+
+
+@jit
+def _grown(s, h):
+    return (s[0] * 1e30,), (s[0] * 1e30,)
+
+
+@jit
+def _smaller(p, g, state, h, flags):
+    return tl.where(g < h[0], p, h[0]), ()
+
+
+@each_engine
+def test_a_number_that_float32_cannot_hold_is_infinite(engine):
+    rule = Rule(update=_smaller, scalars=_grown, hyper=(), scalar_state=(State("a"),))
+    p, a = torch.full((1,), 1.0), torch.tensor(1e30)
+    work = Work(CPU, [ParamRow(torch.float32, p, scalars=(a,))], [torch.ones(1)], rule, ((),))
+    run(lambda _: ENGINES[engine](), [work], Request())
+    assert (p.item(), a.item()) == (1.0, math.inf)
