@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
+from ampopt._argument_checks import check_bool, check_number
 from ampopt._step.sharding import dtensor
-from ampopt.loss_scale.arguments import check_bool, check_number
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest

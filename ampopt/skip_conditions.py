@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.arguments import check_count, check_number
+from ampopt._argument_checks import check_count, check_number
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.step_decision import RUNNING, Check, Window

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._argument_checks import check_bool, check_count
 from ampopt._step import gradients
 from ampopt._step.closure_replay import Replay, Verdict
 from ampopt._step.observers import as_loss
 from ampopt._step.rank_agreement import Agreement
-from ampopt.loss_scale.arguments import check_bool, check_count, check_scale_number
+from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.scalings import note_told
 from ampopt.loss_scale.step_scale import next_scale_of, request_for, rounded

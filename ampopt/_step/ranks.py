@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ampopt._argument_checks import check_bool
 from ampopt._step.gradients import params_of
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import RankSettings
@@ -20,7 +21,6 @@ from ampopt._step.torch_private import (
     is_flattened_by_fsdp1,
     replicas_of_fsdp1,
 )
-from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import DEFAULTS
 from ampopt_kernels.native.objects import IdentityGuard
 

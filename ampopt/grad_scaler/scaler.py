@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ampopt._argument_checks import check_device_type
 from ampopt._step import gradients
 from ampopt._step.gradients import device_of
 from ampopt._step.ranks import UnpicklableGroup, check_process_group
@@ -16,7 +17,6 @@ from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import scheduled
 from ampopt.grad_scaler.other_optimizers import Record
 from ampopt.grad_scaler.step_closures import evaluation, refusal, split
-from ampopt.loss_scale.arguments import check_device_type
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale

@@ -16,9 +16,9 @@ except ImportError as error:
         "ampopt.integrations.lightning needs Lightning: python -m pip install lightning"
     ) from error
 
+from ampopt._argument_checks import check_bool
 from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.integrations.step_record import StepRecord
-from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 

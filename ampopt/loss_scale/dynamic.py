@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.arguments import check_count, check_flag, check_scale_number
+from ampopt._argument_checks import check_count
+from ampopt.loss_scale.arguments import check_flag, check_scale_number
 from ampopt.loss_scale.base import Device, LossScale, host_may_read
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule, check_entries

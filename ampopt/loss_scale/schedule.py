@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ampopt.loss_scale.arguments import LARGEST_SCALE, check_count, check_number, check_scale_number
+from ampopt._argument_checks import check_count, check_number
+from ampopt.loss_scale.arguments import LARGEST_SCALE, check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt_kernels.next_scale import PolicyConstants
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ampopt.loss_scale.arguments import check_bool, check_flag, check_scale_number
+from ampopt._argument_checks import check_bool
+from ampopt.loss_scale.arguments import check_flag, check_scale_number
 from ampopt.loss_scale.base import Device, LossScale
 from ampopt.loss_scale.schedule import check_entries
 

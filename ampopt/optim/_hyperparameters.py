@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ampopt._argument_checks import check_bool
 from ampopt._step.hyperparameters import check_numbers
-from ampopt.loss_scale.arguments import check_bool
 
 __all__ = ["checked"]
 

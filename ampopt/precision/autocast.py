@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
+from ampopt._argument_checks import check_device_type
 from ampopt._step.torch_private import (
     constant_to_dynamo,
     function_modes,
@@ -18,7 +19,6 @@ from ampopt._step.torch_private import (
     operators_named,
     schema_of,
 )
-from ampopt.loss_scale.arguments import check_device_type
 from ampopt.precision.cast import as_tuple
 from ampopt.precision.presets import PADDLE_NAMES
 

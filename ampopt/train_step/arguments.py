@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._argument_checks import check_bool, check_count
 from ampopt._step.torch_private import pytree
-from ampopt.loss_scale.arguments import check_bool, check_count, instead_of
+from ampopt.loss_scale.arguments import instead_of
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer

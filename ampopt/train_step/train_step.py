@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ampopt._argument_checks import check_count
 from ampopt._step.torch_private import pytree
 from ampopt.errors import NonFiniteGradientError
-from ampopt.loss_scale.arguments import check_count, check_max_norm
+from ampopt.loss_scale.arguments import check_max_norm
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.nonfinite import is_looking

@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
-from ampopt.loss_scale.arguments import check_bool, check_count, check_number
+from ampopt._argument_checks import check_bool, check_count, check_number
 from ampopt.watching.reading import Reading
 
 __all__ = ["Alarm", "Condition"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ampopt._argument_checks import check_count
 from ampopt._step import gradients
 from ampopt._step.ranks import has_others
 from ampopt._step.sharding.dtensor import local
 from ampopt.backend import backend_for
-from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
