@@ -252,7 +252,7 @@ def test_a_compiler_that_fails_as_gradients_are_unscaled_leaves_auto_eager(compi
     param, optimizer = made()
     with pytest.warns(RuntimeWarning, match="no header.*staying on the eager"):
         optimizer.unscale(grads_scaled_by=2.0)
-    assert param.grad.tolist() == [0.25, 0.125, -0.5]
+    assert param.grad is not None and param.grad.tolist() == [0.25, 0.125, -0.5]
 
 
 @needs_compiler
