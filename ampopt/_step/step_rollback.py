@@ -90,12 +90,10 @@ class SkipPolicy:
             hidden = None if self._mode_is_fixed else state.hidden_object
             reason = f"has state that cannot be inspected: {hidden}"
             if hidden is None:
-                try:
-                    return True, self._transact(optimizer, step, decision.skip > 0, state, copies)
-                except torch.OutOfMemoryError:  # the step has changed nothing
-                    if self._mode_is_fixed:
-                        raise
-                    reason = "leaves no memory for copies of all tensors"
+                outcome = self._transact(optimizer, step, decision.skip > 0, state, copies)
+                if outcome is not None:
+                    return outcome
+                reason = "leaves no memory for copies of all tensors"
             self._read_flag_first(optimizer, reason)
         if decision.coefficients_on_host.skip > 0:
             return False, None
@@ -120,14 +118,22 @@ class SkipPolicy:
         skip: Tensor,
         state: PythonState,
         copies: StorageCopies,
-    ) -> Any:
+    ) -> tuple[bool, Any] | None:
         """Step, and undo every write where ``skip`` is true, or if there is too little memory.
 
         Synchronizes only if the step raises, or changes something that is not a tensor.
+
+        Returns:
+            As :meth:`step`; ``None`` if there was no memory for the copies, or beside them for the
+            step. Then nothing has changed, and the step may run without copies.
         """
         result, failure = None, None
+        no_memory: Any = () if self._mode_is_fixed else torch.OutOfMemoryError
         try:
-            copies.make()
+            try:
+                copies.make()
+            except no_memory:
+                return None
             try:
                 result = step()
             except Exception as error:  # perhaps because of the non-finite gradients
@@ -137,7 +143,7 @@ class SkipPolicy:
                 changed_object = _ON_CPU
             if failure is None and changed_object is None:
                 copies.restore_where(skip)
-                return result
+                return True, result
             self.has_read_flag, skipped = True, bool(skip)
             if failure is None and changed_object is not None and not self._mode_is_fixed:
                 self._choose_mode(optimizer, state, changed_object, skipped=skipped)
@@ -145,8 +151,10 @@ class SkipPolicy:
                 state.restore()
                 copies.restore()
             if failure is not None and not skipped:
+                if isinstance(failure, no_memory):
+                    return None
                 raise failure
-            return result
+            return True, result
         finally:
             copies.drop()
             failure = None  # its traceback refers to the memory of the step

@@ -15,6 +15,7 @@ from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, s
 from support.training_loops import INF
 
 import ampopt
+from ampopt._step.storage_copies import StorageCopies
 from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
@@ -257,6 +258,23 @@ def test_where_a_copy_of_all_tensors_does_not_fit_the_host_reads_the_flag(
     assert seen(optimizer) == seen(clean)
     assert optimizer._ampopt.skip_policy.mode == "host"
     assert "memory" in optimizer._ampopt.skip_policy.reason
+
+
+def test_a_step_is_not_taken_twice_if_there_is_no_memory_after_it(monkeypatch):
+    def refuse(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer, params = made(Foreach)
+    clean, clean_params = made(Foreach)
+    set_gradients(params, (1.0, 1.0))
+    optimizer.unscale_and_step(grads_scaled_by=1.0)  # the first step reads the flag
+    monkeypatch.setattr(StorageCopies, "restore_where", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    for _ in range(2):
+        set_gradients(clean_params, (1.0, 1.0))
+        clean.step()
+    assert bits(params) == bits(clean_params)
 
 
 @pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
