@@ -5,6 +5,7 @@ import pickle
 import random
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -497,6 +498,35 @@ def several_groups() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_the_ranks_of_several_optimizers_are_found_once_and_again_after_a_change(two_ranks):
+    for lookups, skipped, params in two_ranks.run(several_that_change):
+        assert skipped == [False, False, False, True, True, False]
+        before, again, after_a_change, *same, of_another_group = lookups
+        assert before == again < after_a_change < of_another_group
+        assert set(same) == {after_a_change}
+        assert params == [[-3.0], [-3.0], [-1.0]]
+
+
+def several_that_change() -> tuple[list[int], list[bool], list[list[float]]]:
+    """Two optimizers, of which one gets another parameter, whose gradient overflows on rank 1."""
+    params = [Parameter(torch.ones(1)) for _ in range(3)]
+    optimizers = [ampopt.SGD([param], lr=1.0, process_group=world()) for param in params[:2]]
+    lookups, skipped, pair = [], [], torch.distributed.new_group([0, 1])
+    with mock.patch.object(ranks, "agreement", wraps=ranks.agreement) as agreement:
+        for number in range(6):
+            if number == 2:
+                optimizers[1].add_param_group({"params": [params[2]]})
+            for param in params:
+                param.grad = torch.ones(1)
+            if torch.distributed.get_rank() == 1 and number in (3, 4):
+                params[2].grad = torch.full((1,), float("inf"))
+            group = pair if number == 5 else None
+            result = ampopt.unscale_and_step(optimizers, 1.0, process_group=group)
+            skipped.append(result.skipped)
+            lookups.append(agreement.call_count)
+    return lookups, skipped, [param.tolist() for param in params]
 
 
 def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
