@@ -156,7 +156,7 @@ class RuleRunner(RefersToOptimizer):
     def _new_plan(self, old_plan: Plan | None, needs_agreement: bool) -> Plan | None:
         """A plan of this step, kept for the next; ``None`` if torch's own step has to run."""
         optimizer, rule = self.optimizer, self.rule
-        self.checks.warn_of_float16(rule, gradients.present(optimizer.param_groups))
+        self.checks.warn_of_float16(rule)
         if self.checks.need_torch():
             return None
         reason, absent = FIRST, {}
@@ -251,10 +251,9 @@ class RuleStep(StepStrategy):
         optimizer, checks, plan = self.optimizer, self.runner.checks, self.runner.plan
         if plan is not None and plan.fits(optimizer, self.runner.rule):
             return
-        with_grads = gradients.params_with_grads(optimizer.param_groups)
-        checks.warn_of_float16(self.runner.rule, ((index, p) for index, p, _ in with_grads))
+        checks.warn_of_float16(self.runner.rule)
         if checks.need_torch():
-            self.masters.check_float16(with_grads)
+            self.masters.check_float16(gradients.params_with_grads(optimizer.param_groups))
         else:
             checks.check_plannable(self.runner.rule, {})
 

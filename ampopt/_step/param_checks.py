@@ -185,17 +185,12 @@ class Checks(RefersToOptimizer):
             written.append(check_state(name, self.optimizer.state.get(param, {}), declared))
         check_memory(written)
 
-    def warn_of_float16(self, rule: Rule, params: Iterable[tuple[int, Tensor]]) -> None:
-        """Warn once if a state of ``rule`` is kept in float16.
-
-        Args:
-            rule: the update rule to run.
-            params: ``(group index, parameter)`` for each parameter to step.
-        """
+    def warn_of_float16(self, rule: Rule) -> None:
+        """Warn once if a state of ``rule``, the update rule to run, is kept in float16."""
         if self._warned_of_float16:
             return
         optimizer = self.optimizer
-        for index, param in params:
+        for index, param in gradients.present(optimizer.param_groups):
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
