@@ -264,6 +264,7 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def remember(_: Any, state_dict: dict[str, Any]) -> None:
         state_dicts.append(state_dict)
 
+    @torch.no_grad()  # a copy of a state that requires grad must not refer to the saved one
     def uncast(_: Any) -> None:
         (saved_dict,) = state_dicts
         keys = gradients.params_of(saved_dict["param_groups"])
@@ -305,11 +306,17 @@ def _uncast_copy(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
     if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
         return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
-    if value is saved_value and type(value) is Tensor and value.layout is torch.strided:
+    is_plain = type(value) is Tensor and value.layout is torch.strided
+    if value is saved_value and is_plain and not value.requires_grad:
         copies.append((torch.empty_like(value), value))
         return copies[-1][0]
     if inner_names(saved_value):  # its `to` may change the dtype alone, and share its inner tensors
         return copy_of(saved_value.to(value.device))
     if value.dtype != saved_value.dtype:
         return saved_value.to(value.device, copy=True)
-    return value.clone() if value is saved_value else value
+    if value is not saved_value:
+        return value
+    copy, requires_grad = copy_of(value), value.requires_grad
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad)
+    return copy.requires_grad_(requires_grad)

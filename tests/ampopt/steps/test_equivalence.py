@@ -430,6 +430,18 @@ def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("made", [lambda x: x.requires_grad_(), Parameter], ids=["tensor", "param"])
+def test_a_loaded_state_that_requires_grad_does_not_refer_to_the_saved_one(made):
+    param = Parameter(torch.ones(2))
+    optimizer, loaded = Plain([param]), Plain([param])
+    optimizer.state[param]["mean"] = made(torch.ones(2))
+    loaded.load_state_dict(optimizer.state_dict())
+    mean = loaded.state[param]["mean"]
+    assert mean is not optimizer.state[param]["mean"] and type(mean) is type(made(torch.ones(2)))
+    assert mean.is_leaf and mean.requires_grad
+    assert state_of(copy.deepcopy(loaded)) == state_of(optimizer)
+
+
 @pytest.mark.parametrize("prefix", ["old_", "max_"])  # NAdam has no max_exp_avg_sq
 def test_loading_uses_the_checkpoint_that_a_users_hook_returned(prefix):
     param = Parameter(torch.ones(2))
