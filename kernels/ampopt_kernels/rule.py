@@ -355,19 +355,14 @@ class Rule:
         n, bound = _arguments(function), torch_language.bind(function, language)
         return lambda *arguments: bound(*arguments[:n])
 
-    @functools.cached_property
-    def on_tensors(self) -> "Callable[[str, torch.dtype], Any]":
-        """A function of a name and a dtype: a function of the rule for torch tensors or numbers.
+    def on_tensors(self, role: str, dtype: torch.dtype) -> Callable[..., Any]:
+        """A function of the rule on torch tensors or numbers; see :meth:`bound`.
 
-        The name is that of a function, and the dtype that of the blocks, float32 or float64.
+        Args:
+            role: the name of the function.
+            dtype: that of the blocks, float32 or float64; float64 for functions of scalars.
         """
-
-        @functools.cache
-        def on_tensors(role: str, dtype: torch.dtype) -> Any:
-            language = torch_language.in_widest if dtype == torch.float64 else None
-            return torch_language.dividing(self.bound(role, language))
-
-        return on_tensors
+        return _on_tensors(self, role, dtype)
 
     @functools.cached_property
     def torch_before_sums(self) -> Any:
@@ -377,26 +372,9 @@ class Rule:
         """
         return self.on_tensors("before_reduce" if self.reduces else "scalars", torch.float64)
 
-    @functools.cached_property
-    def widths(self) -> "Callable[[int], Widths]":
-        """A function from the number of hyperparameters to :class:`Widths`."""
-
-        @functools.cache
-        def widths(n_hyper: int) -> Widths:
-            flags = (False,) * len(self.flags)
-            one = torch.ones((), dtype=torch.float64, device="cpu")
-            s, h = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
-            s, before = self.torch_before_sums(s, h, flags)
-            if not self.reduces:
-                return Widths(len(before), 0, len(before))
-            states = (one,) * len(self.inputs_for(flags))
-            terms = self.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
-            sums = (one,) * len(terms)
-            scalars = self.on_tensors("scalars", torch.float64)
-            _, h = scalars(s, before, flags, sums, sums)
-            return Widths(len(before), len(terms), len(h))
-
-        return widths
+    def widths(self, n_hyper: int) -> "Widths":
+        """Lengths of the tuples of the rule, given the number of hyperparameters."""
+        return _widths(self, n_hyper)
 
 
 class Widths(NamedTuple):
@@ -411,6 +389,29 @@ class Widths(NamedTuple):
     reduce: int
     terms: int
     update: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_tensors(rule: Rule, role: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """See :meth:`Rule.on_tensors`."""
+    language = torch_language.in_widest if dtype == torch.float64 else None
+    return torch_language.dividing(rule.bound(role, language))
+
+
+@functools.lru_cache(maxsize=1024)
+def _widths(rule: Rule, n_hyper: int) -> Widths:
+    """See :meth:`Rule.widths`; found by running the functions of the rule."""
+    flags = (False,) * len(rule.flags)
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    s, h = (one,) * len(rule.scalar_state), (one * 0.5,) * n_hyper
+    s, before = rule.torch_before_sums(s, h, flags)
+    if not rule.reduces:
+        return Widths(len(before), 0, len(before))
+    states = (one,) * len(rule.inputs_for(flags))
+    terms = rule.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
+    sums = (one,) * len(terms)
+    _, h = rule.on_tensors("scalars", torch.float64)(s, before, flags, sums, sums)
+    return Widths(len(before), len(terms), len(h))
 
 
 class _Existing(NamedTuple):

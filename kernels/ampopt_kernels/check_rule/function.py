@@ -91,7 +91,9 @@ class Function:
         """
         frames = reversed(traceback.extract_tb(error.__traceback__))
         line = next((f for f in frames if not f.filename.startswith(_NOT_AUTHORED)), None)
-        message = re.sub(r"\b(_Argument|_Flag|Expression|Program)\b", "value", str(error)).rstrip(".")
+        message = re.sub(r"\b(_Argument|_Flag|Expression|Program)\b", "value", str(error)).rstrip(
+            "."
+        )
         message = message.replace("'_Given'", "'tuple'")
         of_length = "to unpack" in message or "out of range" in message
         return self.refused(message, line, declared if of_length else None)
