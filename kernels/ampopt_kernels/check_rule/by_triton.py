@@ -167,6 +167,8 @@ def _compile(
                 finish(source)
             except CompilationError as error:
                 raise _refused(function, error) from error
+            except RuntimeError as error:  # from MLIR, which has printed the line to stderr
+                raise function.refused("it cannot be compiled for a GPU", None) from error
 
 
 def _refused(function: Function, error: Any) -> ValueError:

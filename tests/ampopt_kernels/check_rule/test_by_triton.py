@@ -210,6 +210,18 @@ def test_scalars_are_compiled_too():
 
 
 @jit
+def rounds_a_whole_number(s, h):
+    return (s[0] + tl.floor(2),), h
+
+
+@needs_triton
+def test_what_only_the_verifier_of_triton_finds_is_refused(capfd):
+    kinds = {"scalars": rounds_a_whole_number, "scalar_state": (State("count"),)}
+    assert_refused(Rule(update=plain, hyper=HYPER, **kinds), "scalars of", "cannot be compiled")
+    assert "error: 'math.floor' op" in capfd.readouterr().err
+
+
+@jit
 def refused_under_a_flag(p, g, state, h, flags):
     EXTRA: tl.constexpr = flags[0]
     if EXTRA:
