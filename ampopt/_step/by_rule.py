@@ -49,7 +49,6 @@ class RuleRunner(RefersToOptimizer):
     Attributes:
         checks: checks of parameters, options and states before a step.
         masters: the master weights of the parameters.
-        uploads: constants that earlier steps have copied to a device, by device.
         plan: the plan of the last step; ``None`` before the first.
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
@@ -76,10 +75,10 @@ class RuleRunner(RefersToOptimizer):
         super().__init__(optimizer)
         self._rule = rule
         self.masters = Masters(optimizer)
-        self.uploads: dict[torch.device, Uploads] = {}
+        self._uploads: dict[torch.device, Uploads] = {}
         self.torch_step: TorchStep | None = None
         if torchs_step is not None:
-            self.torch_step = TorchStep(optimizer, torchs_step, self.masters)
+            self.torch_step = TorchStep(optimizer, torchs_step)
         self._second_runners: dict[Rule, RuleRunner] = {}
         self.second_states: dict[State, None] = {}
         self.plan: Plan | None = None
@@ -179,7 +178,7 @@ class RuleRunner(RefersToOptimizer):
             optimizer,
             rule,
             self.masters,
-            self.uploads,
+            self._uploads,
             planned,
             variants,
             needs_agreement=needs_agreement,

@@ -58,7 +58,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     Attributes:
         runner: runs the update rule; ``None`` for an optimizer without a rule.
         masters: the float32 master weights of half-precision parameters.
-        uploads: constants that earlier calls have copied to a device, by device.
+        uploads: scales that earlier calls have copied to a device, by device.
         accumulation: the sums that ``accumulate`` has filled and no step has used yet.
         phase: what the optimizer is in the middle of, and which calls that allows.
         observers: the watch and the skip conditions.
@@ -97,7 +97,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         super().__init__(optimizer)
         self.runner = runner
         self.masters = Masters(optimizer, makes_masters=False) if runner is None else runner.masters
-        self.uploads: dict[torch.device, Uploads] = {} if runner is None else runner.uploads
+        self.uploads: dict[torch.device, Uploads] = {}
         self.accumulation = Accumulation(optimizer)
         self.phase = Phase(self.accumulation, self.masters)
         self.observers = Observers(optimizer)

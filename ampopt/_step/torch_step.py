@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ampopt._step.descriptors import RefersToOptimizer
-from ampopt._step.masters import Masters
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
 from ampopt_kernels.step_data import Decision, Request
@@ -22,21 +21,15 @@ __all__ = ["TorchStep"]
 class TorchStep(RefersToOptimizer):
     """Runs or skips torch's own step of one optimizer, with unscaled gradients."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        bound_step: Callable[[Any], Any],
-        masters: Masters,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, bound_step: Callable[[Any], Any]) -> None:
         """Store how to step.
 
         Args:
             optimizer: the optimizer to step; stored as a weak reference.
             bound_step: ``bound_step(optimizer)`` is the bound ``step`` that the class inherits.
-            masters: the master weights of the parameters.
         """
         super().__init__(optimizer)
-        self._bound_step, self._masters = bound_step, masters
+        self._bound_step = bound_step
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy:
@@ -57,7 +50,7 @@ class TorchStep(RefersToOptimizer):
         """
         optimizer = self.optimizer
         optimizer._prepare_torchs_step()
-        decision = self._masters.unscale(request)
+        decision = optimizer._ampopt.masters.unscale(request)
         if decision is not None:
             # Without hooks: those of the class run around our step already.
             step = beneath_hooks(self._bound_step(optimizer).__func__)
