@@ -4,6 +4,7 @@ Each pass is one call for all rows of a kind, whatever their number; large rows 
 threads. The host reads a CPU tensor without a synchronization, so a skipped step returns at once.
 """
 
+import functools
 import math
 import warnings
 from array import array
@@ -58,17 +59,12 @@ class Compiled(Backend):
 
     def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
-        table = Table.of(work)
-
-        def compiles() -> None:
-            rule = ACCUMULATION if request.accumulate else work.rule if request.apply else None
-            if rule is not None and table.kinds is None:
-                table.make_kinds(work, rule)
-            if request.write and not self.unscales_in_update(request):
-                for rows in table.gradients:
-                    rows.compile(unscales=True)
-
-        self._try(compiles)
+        table, rule = Table.of(work), None
+        if table.kinds is None and (request.accumulate or request.apply):
+            rule = ACCUMULATION if request.accumulate else work.rule
+        unscales = request.write and not self.unscales_in_update(request)
+        if rule is not None or unscales:
+            self._try(functools.partial(table.compile, work, rule, unscales=unscales))
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.

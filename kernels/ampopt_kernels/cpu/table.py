@@ -165,7 +165,7 @@ class Table:
 
     Attributes:
         gradients: the rows that have elements, by the dtypes of their gradients.
-        kinds: all rows, by kind; ``None`` until :meth:`make_kinds`.
+        kinds: all rows, by kind; ``None`` until :meth:`compile`.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
         hyper_at: where the hyperparameters of this step are: float64, one variant after another.
@@ -202,21 +202,24 @@ class Table:
         self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
         self._grads_version = work.grads_version
 
-    def make_kinds(self, work: Work, rule: Rule) -> None:
-        """Make :attr:`kinds`. Waits for the compiler.
+    def compile(self, work: Work, rule: Rule | None, *, unscales: bool) -> None:
+        """Compile what a step needs. Waits for the compiler.
 
         Args:
             work: the rows.
-            rule: the rule to run on them.
+            rule: the rule of :attr:`kinds`, which are made; ``None`` to make none.
+            unscales: whether to compile :meth:`GradientRows.unscale`, too.
 
         Raises:
             Exception: as :class:`KindTable`.
         """
+        for rows in self.gradients:
+            rows.compile(unscales=unscales)
+        if rule is None:
+            return
         kinds: dict[Any, list[int]] = {}
         for place, row in enumerate(work.rows):
             kinds.setdefault(row.kind, []).append(place)
-        for rows in self.gradients:
-            rows.compile()
         self.kinds = [
             KindTable(_kind(work, rule, work.rows[members[0]]), members, work.rows)
             for members in kinds.values()
