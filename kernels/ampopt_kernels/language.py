@@ -54,9 +54,9 @@ def _patch_interpreter() -> None:
 
     create_splat = interpreter.InterpreterBuilder.create_splat
 
-    def splat(self, block_type, number):
-        block = create_splat(self, block_type, number)
-        if number.data.dtype == bool:
+    def splat(self, ret_ty, arg):
+        block = create_splat(self, ret_ty, arg)
+        if arg.data.dtype == bool:
             block.data = block.data.astype(bool)
         return block
 
