@@ -112,7 +112,7 @@ class RuleRunner(RefersToOptimizer):
         else:
             assert self.torch_step is not None
             self.decision = self.torch_step.run(request)
-        if on_masters:
+        if on_masters and not optimizer._ampopt.is_stepping:  # else it may call this again
             self.masters.drop_gradients()
         return self.decision
 

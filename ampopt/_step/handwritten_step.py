@@ -183,8 +183,9 @@ class HandwrittenStep(StepStrategy):
         return self._decision_of_step
 
     def step_is_over(self) -> None:
-        """See :class:`StepStrategy`."""
-        super().step_is_over()
+        """See :class:`StepStrategy`. A ``super().step()`` is a part of the step, and may follow."""
+        if not self.is_stepping:
+            super().step_is_over()
         if self._decision is None:
             # Not before the step: that of a wrapper calls a control point of the inner optimizer.
             self.untold_scale.warn()
@@ -223,7 +224,9 @@ class HandwrittenStep(StepStrategy):
     def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Like :meth:`_step_or_skip`, when step hooks already run around this call."""
         with self.stepping():
-            return self._step_or_skip(step, decision)
+            outcome = self._step_or_skip(step, decision)
+        self.masters.drop_gradients()
+        return outcome
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Call ``step``, or skip it.
@@ -241,7 +244,6 @@ class HandwrittenStep(StepStrategy):
             for _, param in gradients.present(optimizer.param_groups):
                 self._make_state(optimizer, param)
         called, result = skip_policy.step(optimizer, step, decision)
-        self.masters.drop_gradients()  # the step of a rule does so, if it was called
         return StepOutcome(decision, result, called)
 
     def _step_with_flag(self, step: Callable[[], Any], skip: Tensor) -> Any:

@@ -109,6 +109,7 @@ class Phase:
 
     def end(self) -> None:
         """A step has used the unscaled gradients, or the sums."""
+        self._masters.drop_gradients()
         if self._accumulation.swapped_in:
             self._accumulation.restore_gradients()
         if (pending := self._pending) is not None:

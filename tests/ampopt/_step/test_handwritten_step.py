@@ -288,3 +288,36 @@ def test_a_skip_leaves_no_gradients_on_masters(skip_by):
     optimizer.accumulate(grads_scaled_by=1.0)
     optimizer.step()
     assert param.tolist() == [0.5, 0.5]
+
+
+class TwoSteps(ampopt.SGD):
+    """Takes two steps of a rule with the same gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step()
+
+
+@pytest.mark.parametrize("way", ["joined", "split", "plain", "accumulated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skip_by", ["host", "transaction"])
+def test_each_step_of_the_rule_in_a_step_has_the_unscaled_gradients(skip_by, dtype, way):
+    param = Parameter(torch.ones(2, dtype=dtype))
+    ampopt.SGD([param])  # from now on torch's hooks are around its step, too
+    optimizer = TwoSteps([param], lr=0.125, master_weights=True)
+    optimizer.skip_by = skip_by
+    param.grad = torch.full_like(param, 4.0)
+    if way == "accumulated":
+        optimizer.accumulate(grads_scaled_by=4.0)
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+    elif way == "joined":
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+    else:
+        optimizer.unscale(grads_scaled_by=4.0)
+        _ = optimizer.step() if way == "plain" else optimizer.step_after_unscale()
+    assert param.tolist() == [0.75, 0.75]
+    assert [master.grad for master in optimizer.master_params() if master is not param] in (
+        [],
+        [None],
+    )
+    assert optimizer.pending is None
