@@ -39,11 +39,13 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Any) -> Any:
 
     Args:
         claim: names of attributes of :class:`Claims`. Where one of them is false, the test is
-            reported as skipped, "not claimed".
+            reported as skipped, "not claimed". Unless ``closures`` is one, ``plain_steps`` is.
         arguments: for each argument of the method, the Hypothesis strategy that draws it, or a
             function from the contract class to one.
     """
     claims = (claim,) if isinstance(claim, str) else claim
+    if "closures" not in claims:
+        claims = ("plain_steps", *claims)
 
     def mark(body: Callable[..., None]) -> Callable[..., None]:
         body._invariant = (claims, arguments)  # type: ignore[attr-defined]

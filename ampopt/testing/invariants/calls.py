@@ -26,7 +26,7 @@ __all__ = ["Calls"]
 class Calls(Claims):
     """Order of calls, learning rates, gradients, and loops written for a GradScaler."""
 
-    @invariant(claim="plain_steps", history=ending_well)
+    @invariant(history=ending_well)
     def test_calls_out_of_order_are_refused(self, make: Any, history: History) -> None:
         """Unscaling twice, stepping with nothing unscaled and saving in between raise errors.
 
@@ -56,7 +56,7 @@ class Calls(Claims):
         optimizer.step_after_unscale()
         assert optimizer.pending is None
 
-    @invariant(claim="plain_steps", history=ending_well, way=ways)
+    @invariant(history=ending_well, way=ways)
     def test_zero_grad_discards_what_was_unscaled(
         self, make: Any, history: History, way: str
     ) -> None:
@@ -76,7 +76,7 @@ class Calls(Claims):
             dropped, train(make, history, Scale("static", 2.0), way), "after dropped gradients"
         )
 
-    @invariant(claim="plain_steps", history=ending_well)
+    @invariant(history=ending_well)
     def test_step_after_unscale_may_be_step(self, make: Any, history: History) -> None:
         """Plain ``step()`` after ``unscale`` steps or skips, and ends the pending state.
 
@@ -92,7 +92,7 @@ class Calls(Claims):
         expected = train(make, history, Scale("static", 4.0), "unscale, step")
         assert_same_training(trained, expected, "step() after unscale")
 
-    @invariant(claim="plain_steps", history=finite, way=ways)
+    @invariant(history=finite, way=ways)
     def test_a_dynamic_scale_is_used_once(self, make: Any, history: History, way: str) -> None:
         """Stepping twice with the same dynamic scale raises: the loop ignored the returned scale.
 
@@ -108,7 +108,7 @@ class Calls(Claims):
         ):
             step_by(trained, step, scale, way)
 
-    @invariant(claim=("plain_steps", "leaves_gradients"), history=ending_well)
+    @invariant(claim="leaves_gradients", history=ending_well)
     def test_a_step_leaves_gradients_alone(self, make: Any, history: History) -> None:
         """``step_after_unscale`` writes to no ``p.grad``.
 
@@ -127,7 +127,7 @@ class Calls(Claims):
     # --- learning rates --------------------------------------------------------------------------
 
     @invariant(
-        claim=("plain_steps", "checkpoints"),
+        claim="checkpoints",
         history=lambda cls: cls.histories(overflows=False, max_steps=3),
         at=st.integers(0, 3),
         lr=st.sampled_from([0.25, 0.03125]),
@@ -161,7 +161,7 @@ class Calls(Claims):
         assert_same_training(changed, remade, f"a learning rate set to {lr} before step {at}")
 
     @invariant(
-        claim=("plain_steps", "independent_parameters", "several_groups"),
+        claim=("independent_parameters", "several_groups"),
         history=lambda cls: cls.histories(overflows=False, max_steps=3),
         lrs=st.permutations([0.5, 0.125, 0.03125]),
     )
@@ -186,7 +186,7 @@ class Calls(Claims):
                 alone.unscale_and_step(grads_scaled_by=2.0)
             assert_same(bits(p), bits(single), f"group {i}, whose learning rate is {lrs[i]}")
 
-    @invariant(claim=("plain_steps", "zero_lr_is_still"), history=finite, way=ways)
+    @invariant(claim="zero_lr_is_still", history=finite, way=ways)
     def test_a_learning_rate_of_zero_moves_nothing(
         self, make: Any, history: History, way: str
     ) -> None:
@@ -205,7 +205,7 @@ class Calls(Claims):
     # --- other loops -----------------------------------------------------------------------------
 
     @invariant(
-        claim=("plain_steps", "grad_scaler", "dense_gradients"),
+        claim=("grad_scaler", "dense_gradients"),
         history=lambda cls: ending_well(cls, absent=False),
         unscale_first=st.booleans(),
         exponent=st.integers(-4, 8),
@@ -239,7 +239,7 @@ class Calls(Claims):
             assert scaler.get_scale() == float(scale)
         assert_same_training(scaled, own, "a GradScaler's loop")
 
-    @invariant(claim=("plain_steps", "sync_free"), history=ending_well, way=ways)
+    @invariant(claim="sync_free", history=ending_well, way=ways)
     def test_no_control_point_waits_for_the_device(
         self, make: Any, history: History, way: str
     ) -> None:
@@ -258,7 +258,7 @@ class Calls(Claims):
                 with assert_no_sync():
                     scale = WAYS[way](trained.optimizer, scale).scale
 
-    @invariant(claim="plain_steps", history=ending_well, way=ways)
+    @invariant(history=ending_well, way=ways)
     def test_a_static_scale_may_let_overflows_pass(
         self, make: Any, history: History, way: str
     ) -> None:

@@ -145,12 +145,7 @@ class Closures(Claims):
         assert_same_training(replayed.trained, direct.trained, f"replayed until {last_scale}")
         assert float(result.scale) == last_scale, "the scale to use next is the one that worked"
 
-    @invariant(
-        claim="closures",
-        history=problems,
-        nan_at=st.integers(1, 3),
-        split=st.booleans(),
-    )
+    @invariant(claim="closures", history=problems, nan_at=st.integers(1, 3), split=st.booleans())
     def test_a_failed_closure_changes_nothing(
         self, make: Any, history: History, nan_at: int, split: bool
     ) -> None:

@@ -31,7 +31,7 @@ def large_and_small(draw: st.DrawFn, cls: type[Claims]) -> History:
 class Finiteness(Claims):
     """Steps on finite numbers, including zeros."""
 
-    @invariant(claim=("plain_steps", "finite_steps"), history=large_and_small, way=ways)
+    @invariant(claim="finite_steps", history=large_and_small, way=ways)
     def test_finite_gradients_leave_finite_parameters(
         self, make: Any, history: History, way: str
     ) -> None:

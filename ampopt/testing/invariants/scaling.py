@@ -31,7 +31,7 @@ __all__ = ["Scaling"]
 class Scaling(Claims):
     """Loss scales, and steps under a scale that do not overflow."""
 
-    @invariant(claim="plain_steps", history=finite, scale=scales, way=ways)
+    @invariant(history=finite, scale=scales, way=ways)
     def test_a_power_of_two_changes_no_bit(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
@@ -44,7 +44,6 @@ class Scaling(Claims):
         assert_scale_changes_nothing(make, history, scale, way)
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: cls.histories(overflows=False, max_steps=1, kind="edge"),
         scale=strategies.any_scales(),
         kind=st.sampled_from(["number", "tensor", "static", "dynamic"]),
@@ -78,11 +77,7 @@ class Scaling(Claims):
             )
         assert bool(result.found_inf > 0) is any(overflows)
 
-    @invariant(
-        claim="plain_steps",
-        history=ending_well,
-        exponent=st.integers(-20, 20),
-    )
+    @invariant(history=ending_well, exponent=st.integers(-20, 20))
     def test_split_is_joined(self, make: Any, history: History, exponent: int) -> None:
         """``unscale`` and then ``step_after_unscale`` equals ``unscale_and_step``, scales included.
 
@@ -94,7 +89,7 @@ class Scaling(Claims):
         assert_same_training(one, other, "one call differs from two")
         assert one.scales == other.scales
 
-    @invariant(claim="plain_steps", history=finite, way=ways)
+    @invariant(history=finite, way=ways)
     def test_no_scale_is_step(self, make: Any, history: History, way: str) -> None:
         """With ``grads_scaled_by=None``, the call is ``step()`` and the returned scale is ``None``.
 
@@ -107,7 +102,7 @@ class Scaling(Claims):
 
     # --- clipping --------------------------------------------------------------------------------
 
-    @invariant(claim="plain_steps", history=finite, exponent=st.integers(-20, 20))
+    @invariant(history=finite, exponent=st.integers(-20, 20))
     def test_clipping_does_not_depend_on_the_scale(
         self, make: Any, history: History, exponent: int
     ) -> None:
@@ -128,7 +123,6 @@ class Scaling(Claims):
         assert_same(norms[1], norms[0], "grad_norm depends on the scale")
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: finite(cls, max_steps=1, dtypes=(torch.float32,), absent=False),
         norm=st.integers(10, 14),
         limit=st.integers(-4, 16),
@@ -163,7 +157,6 @@ class Scaling(Claims):
     # --- the scale to use next -------------------------------------------------------------------
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: cls.histories(absent=False),
         floor=st.integers(-3, 0),
         ceiling=st.integers(0, 3),
@@ -207,9 +200,7 @@ class Scaling(Claims):
                 "the scale that was passed in has changed"
             )
 
-    @invariant(
-        claim="plain_steps", history=lambda cls: cls.histories(absent=False, max_steps=1), way=ways
-    )
+    @invariant(history=lambda cls: cls.histories(absent=False, max_steps=1), way=ways)
     def test_a_bare_number_comes_back_as_it_is_or_halved(
         self, make: Any, history: History, way: str
     ) -> None:

@@ -30,7 +30,7 @@ __all__ = ["Skipping"]
 class Skipping(Claims):
     """A step with a non-finite gradient is skipped, as if the batch did not exist."""
 
-    @invariant(claim="plain_steps", history=ending_in_overflow, scale=scales, way=ways)
+    @invariant(history=ending_in_overflow, scale=scales, way=ways)
     def test_a_skipped_step_changes_nothing(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
@@ -47,7 +47,7 @@ class Skipping(Claims):
             assert result.found_inf > 0, "a gradient that is not finite was not found"
             assert result.skipped
 
-    @invariant(claim="plain_steps", history=ending_well, scale=scales, way=ways)
+    @invariant(history=ending_well, scale=scales, way=ways)
     def test_training_goes_on_as_if_skipped_steps_had_never_been(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
@@ -60,7 +60,7 @@ class Skipping(Claims):
         assume(any(history.overflows))
         assert_goes_on(make, history, scale.number, way)
 
-    @invariant(claim=("plain_steps", "checkpoints"), history=ending_well)
+    @invariant(claim="checkpoints", history=ending_well)
     def test_a_checkpoint_after_skips_alone_is_a_fresh_start(
         self, make: Any, history: History
     ) -> None:
@@ -79,7 +79,7 @@ class Skipping(Claims):
             step_by(trained, history.steps[-1], 1.0)
         assert_same_training(loaded, fresh, "a checkpoint of skipped steps is no fresh start")
 
-    @invariant(claim="plain_steps", history=ending_in_overflow, way=ways)
+    @invariant(history=ending_in_overflow, way=ways)
     def test_step_hooks_run_on_every_attempt(self, make: Any, history: History, way: str) -> None:
         """Step hooks run once for each attempt, skipped or not.
 
@@ -95,7 +95,6 @@ class Skipping(Claims):
             assert calls == expected, f"hooks were called {calls}, not {expected}"
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=2),
         number=st.sampled_from([0.0, -4.0, math.inf, math.nan]),
         way=ways,
@@ -117,7 +116,6 @@ class Skipping(Claims):
             assert result.found_inf > 0, f"a scale of {number} did not skip the step"
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=1),
         exponent=st.integers(1, 20),
         way=ways,
@@ -142,7 +140,6 @@ class Skipping(Claims):
             assert result.found_inf > 0, "a gradient that overflows when unscaled was not found"
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: cls.histories(
             overflows=False, max_steps=1, kind="edge" if cls.huge_gradients else "ordinary"
         ),
@@ -162,7 +159,7 @@ class Skipping(Claims):
         assert not result.skipped
 
     @invariant(
-        claim=("plain_steps", "grad_scaler"),
+        claim="grad_scaler",
         history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=3),
         flags=st.sampled_from([1.0, 2.0, 3.0, 0.5]),
     )
@@ -184,11 +181,7 @@ class Skipping(Claims):
             trained.optimizer.step()
             del trained.optimizer.grad_scale, trained.optimizer.found_inf
 
-    @invariant(
-        claim="plain_steps",
-        history=ending_in_overflow,
-        first=st.booleans(),
-    )
+    @invariant(history=ending_in_overflow, first=st.booleans())
     def test_ranks_that_add_up_their_flags_agree(
         self, make: Any, history: History, first: bool
     ) -> None:
@@ -210,7 +203,7 @@ class Skipping(Claims):
                 flag.fill_(total)  # stands for an all-reduce
                 assert trained.optimizer.step_after_unscale().skipped
 
-    @invariant(claim="plain_steps", history=lambda cls: cls.histories(max_steps=2), way=ways)
+    @invariant(history=lambda cls: cls.histories(max_steps=2), way=ways)
     def test_no_gradients_is_no_step(self, make: Any, history: History, way: str) -> None:
         """A step without any gradient changes nothing, and does not count towards growth.
 

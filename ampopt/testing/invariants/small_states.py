@@ -33,7 +33,6 @@ class SmallStates(Claims):
     """States that an update rule keeps in few bits."""
 
     @invariant(
-        claim="plain_steps",
         history=lambda cls: finite(cls, dtypes=(torch.float32,), kind="uneven"),
         bits=lambda cls: st.sampled_from(cls.state_bits),
     )

@@ -27,11 +27,7 @@ __all__ = ["Storage"]
 class Storage(Claims):
     """Checkpoints, copies, groups, order and layout."""
 
-    @invariant(
-        claim=("plain_steps", "checkpoints"),
-        history=ending_well,
-        at=st.integers(0, 4),
-    )
+    @invariant(claim="checkpoints", history=ending_well, at=st.integers(0, 4))
     def test_saving_and_loading_at_any_point_changes_nothing(
         self, make: Any, history: History, at: int
     ) -> None:
@@ -59,7 +55,7 @@ class Storage(Claims):
         assert resumed.scales == straight.scales
 
     @invariant(
-        claim=("plain_steps", "deepcopies"),
+        claim="deepcopies",
         # deepcopy may return a contiguous tensor for a strided one.
         history=lambda cls: ending_well(cls, layouts=cls.any_layout and cls.layout_changes_no_bit),
         at=st.integers(0, 4),
@@ -84,7 +80,7 @@ class Storage(Claims):
         assert_same_training(twin, train_on(make, history), "the copy trained differently")
 
     @invariant(
-        claim=("plain_steps", "independent_parameters", "several_groups"),
+        claim=("independent_parameters", "several_groups"),
         history=lambda cls: ending_well(cls, groups=False),
         order=st.permutations(range(3)),
         cuts=st.sets(st.integers(1, 2)),
@@ -107,7 +103,7 @@ class Storage(Claims):
         assert_same_training(one, back, "in another order or other groups")
 
     @invariant(
-        claim=("plain_steps", "independent_parameters"),
+        claim="independent_parameters",
         history=lambda cls: cls.histories(overflows=False),
         which=st.integers(0, 2),
     )
@@ -123,7 +119,7 @@ class Storage(Claims):
         only = Trained([together.params[which]], together.optimizer)
         assert_same_training(only, single, f"parameter {which} among others")
 
-    @invariant(claim="plain_steps", history=ending_well)
+    @invariant(history=ending_well)
     def test_parameters_without_gradients_stay(self, make: Any, history: History) -> None:
         """A parameter without a gradient is not changed by a step, and neither is its state.
 
@@ -140,7 +136,7 @@ class Storage(Claims):
                     assert_same(after, before[i], f"parameter {i} changed without a gradient")
 
     @invariant(
-        claim=("plain_steps", "any_layout", "layout_changes_no_bit", "dense_gradients"),
+        claim=("any_layout", "layout_changes_no_bit", "dense_gradients"),
         history=lambda cls: ending_well(cls, expanded=True),
     )
     def test_layout_does_not_matter(self, make: Any, history: History) -> None:
@@ -165,7 +161,7 @@ class Storage(Claims):
             assert p.stride() == strides, f"the layout of parameter {i} has changed"
 
     @invariant(
-        claim=("plain_steps", "elementwise"),
+        claim="elementwise",
         history=lambda cls: cls.histories(layouts=False),
         shift=st.integers(1, 12),
         mirrors=st.booleans(),
