@@ -229,7 +229,8 @@ def test_where_a_copy_of_all_tensors_does_not_fit_the_host_reads_the_flag(
     class TwoWrites(Foreach):
         def update(self, params):
             super().update(params)
-            torch._foreach_lerp_(params, [p.grad for p in params], 0.5)
+            move: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
+            move(params, [p.grad for p in params], 0.5)
 
     def step(optimizer: Any, params: Any, x: float) -> None:
         set_gradients(params, (x, x))
