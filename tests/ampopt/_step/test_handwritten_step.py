@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.host_state_optimizers import (
     HOST_TOO,
     Attribute,
@@ -275,19 +277,41 @@ class OwnStep(ampopt.SGD):
         return super().step(closure)
 
 
+WAYS = ("joined", "split", "plain", "accumulated", "clipped", "GradScaler")
+
+
+def take(optimizer: Any, param: Parameter, way: str, number: float) -> None:
+    """Take a step by ``way`` with gradients of ``number``, under a scale of 4."""
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0)
+    param.grad = torch.full_like(param, 4.0 * number)
+    if way == "accumulated":
+        optimizer.accumulate(grads_scaled_by=4.0)
+        optimizer.step()
+    elif way in ("joined", "clipped"):
+        max_norm = 1e3 if way == "clipped" else None
+        optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=max_norm)
+    elif way == "GradScaler":
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+    else:
+        optimizer.unscale(grads_scaled_by=4.0)
+        _ = optimizer.step() if way == "plain" else optimizer.step_after_unscale()
+
+
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
-def test_a_skip_leaves_no_gradients_on_masters(skip_by):
-    param = Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = OwnStep([param], lr=0.5, master_weights=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(st.lists(st.tuples(st.sampled_from(WAYS), st.booleans()), max_size=6))
+def test_an_overridden_step_uses_the_gradients_of_its_own_control_point(skip_by, dtype, history):
+    param = Parameter(torch.ones(2, dtype=dtype))
+    optimizer = OwnStep([param], lr=2.0**-5, master_weights=True)
     optimizer.skip_by = skip_by
-    param.grad = torch.full_like(param, INF)
-    optimizer.unscale(grads_scaled_by=1.0)
-    assert optimizer.step_after_unscale().skipped
-    assert [master.grad for master in optimizer.master_params()] == [None]
-    param.grad = torch.ones_like(param)
-    optimizer.accumulate(grads_scaled_by=1.0)
-    optimizer.step()
-    assert param.tolist() == [0.5, 0.5]
+    expected = 1.0
+    for way, overflows in history:
+        take(optimizer, param, way, INF if overflows else 1.0)
+        expected -= 0.0 if overflows else 2.0**-5
+        assert param.tolist() == [expected] * 2
+        holders = [master for master in optimizer.master_params() if master is not param]
+        assert all(master.grad is None for master in holders)
 
 
 class TwoSteps(ampopt.SGD):
@@ -298,7 +322,7 @@ class TwoSteps(ampopt.SGD):
         return super().step()
 
 
-@pytest.mark.parametrize("way", ["joined", "split", "plain", "accumulated"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
 def test_each_step_of_the_rule_in_a_step_has_the_unscaled_gradients(skip_by, dtype, way):
@@ -306,18 +330,6 @@ def test_each_step_of_the_rule_in_a_step_has_the_unscaled_gradients(skip_by, dty
     ampopt.SGD([param])  # from now on torch's hooks are around its step, too
     optimizer = TwoSteps([param], lr=0.125, master_weights=True)
     optimizer.skip_by = skip_by
-    param.grad = torch.full_like(param, 4.0)
-    if way == "accumulated":
-        optimizer.accumulate(grads_scaled_by=4.0)
-        optimizer.unscale_and_step(grads_scaled_by=4.0)
-    elif way == "joined":
-        optimizer.unscale_and_step(grads_scaled_by=4.0)
-    else:
-        optimizer.unscale(grads_scaled_by=4.0)
-        _ = optimizer.step() if way == "plain" else optimizer.step_after_unscale()
+    take(optimizer, param, way, 1.0)
     assert param.tolist() == [0.75, 0.75]
-    assert [master.grad for master in optimizer.master_params() if master is not param] in (
-        [],
-        [None],
-    )
     assert optimizer.pending is None
