@@ -224,9 +224,7 @@ class HandwrittenStep(StepStrategy):
     def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Like :meth:`_step_or_skip`, when step hooks already run around this call."""
         with self.stepping():
-            outcome = self._step_or_skip(step, decision)
-        self.masters.drop_gradients()
-        return outcome
+            return self._step_or_skip(step, decision)
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Call ``step``, or skip it.
