@@ -373,7 +373,11 @@ class Rule:
         return self.on_tensors("before_reduce" if self.reduces else "scalars", torch.float64)
 
     def widths(self, n_hyper: int) -> "Widths":
-        """Lengths of the tuples of the rule, given the number of hyperparameters."""
+        """Lengths of the tuples of the rule.
+
+        Args:
+            n_hyper: the number of hyperparameters, tuples flattened.
+        """
         return _widths(self, n_hyper)
 
 
