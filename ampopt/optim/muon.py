@@ -20,9 +20,11 @@ __all__ = ["Muon"]
 
 def _make_state(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
     """Make the momentum buffer of ``param``, zeros, if it is missing."""
-    state = optimizer.state[param]
+    state, grad = optimizer.state[param], param.grad
     if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        # As torch's step makes it. -0.0 becomes 0.0 in a buffer that has other strides.
+        like = param if grad is None or is_dtensor(param) else grad
+        state["momentum_buffer"] = torch.zeros_like(like, memory_format=torch.preserve_format)
 
 
 _torchs_step: Any = beneath_hooks(torch.optim.Muon.step)

@@ -346,6 +346,20 @@ def test_torchs_own_step_after_a_skip_is_the_first_step(backend):
     assert weights[0] == weights[1]
 
 
+def test_the_buffer_of_muon_has_the_strides_of_the_first_gradient_in_every_kind_of_step(backend):
+    def stepped(cls: Any, step: str, **arguments: Any) -> tuple[Any, ...]:
+        param = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float64).t())
+        param.grad = torch.full((2, 3), -0.0, dtype=torch.float64)
+        optimizer = cls([param], momentum=0.0)
+        getattr(optimizer, step)(**arguments)
+        buffer = optimizer.state[param]["momentum_buffer"]
+        return buffer.stride(), bits(buffer), bits(param)
+
+    expected = stepped(torch.optim.Muon, "step")
+    assert stepped(ampopt.Muon, "step") == expected
+    assert stepped(ampopt.Muon, "unscale_and_step", grads_scaled_by=2.0) == expected
+
+
 def test_the_step_count_of_sparse_adam_is_saved_as_torch_saves_it(backend):
     options = named("SparseAdam")
     ours, torchs = options.ours(initial(options)), options.torchs(initial(options))
