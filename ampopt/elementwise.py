@@ -178,8 +178,10 @@ class ElementwiseOptimizer(Optimizer):
             if request is None and (pending := ours.phase.pending) is not None:
                 request = pending.request
         finally:
-            # The request is for this step alone, even if the closure raised.
-            ours.step_request = None
+            # The request is for this step alone, even if the closure raised. An overridden step may
+            # call this method again.
+            if not ours.is_stepping:
+                ours.step_request = None
         if request is None:
             ours.untold_scale.warn()
             request = Request(check=False)

@@ -324,12 +324,13 @@ class TwoSteps(ampopt.SGD):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("skip_by", ["host", "transaction"])
+@pytest.mark.parametrize("skip_by", ["host", "transaction", "step"])
 def test_each_step_of_the_rule_in_a_step_has_the_unscaled_gradients(skip_by, dtype, way):
     param = Parameter(torch.ones(2, dtype=dtype))
     ampopt.SGD([param])  # from now on torch's hooks are around its step, too
     optimizer = TwoSteps([param], lr=0.125, master_weights=True)
     optimizer.skip_by = skip_by
-    take(optimizer, param, way, 1.0)
-    assert param.tolist() == [0.75, 0.75]
-    assert optimizer.pending is None
+    for gradient in (1.0, torch.inf):  # the second is skipped
+        take(optimizer, param, way, gradient)
+        assert param.tolist() == [0.75, 0.75]
+        assert optimizer.pending is None
