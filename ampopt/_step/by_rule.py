@@ -98,8 +98,7 @@ class RuleRunner(RefersToOptimizer):
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        on_masters = bool(self.masters.holders)
-        if on_masters:
+        if self.masters.holders:
             self.masters.check_unedited()
         elif self.masters.read_early is not None:
             self.masters.warn_of_early_reading()
@@ -112,8 +111,6 @@ class RuleRunner(RefersToOptimizer):
         else:
             assert self.torch_step is not None
             self.decision = self.torch_step.run(request)
-        if on_masters and not optimizer._ampopt.is_stepping:  # else it may call this again
-            self.masters.drop_gradients()
         return self.decision
 
     def drop_stale(self) -> None:

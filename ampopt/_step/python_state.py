@@ -63,8 +63,6 @@ _GUARDED = frozenset({list, dict, defaultdict})
 """Types of containers whose elements an :class:`IdentityGuard` compares."""
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors whose attributes no class of a user's own holds or replaces."""
-
-
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
