@@ -6,12 +6,10 @@ that the system takes to wake the last rank would count as time of the step.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import ampopt
 from ampopt.bench import contenders, report, rows, workloads
-from ampopt.bench.measure import Times, interleaved, reason, warmed
+from ampopt.bench.measure import Times, interleaved, warmed
 from ampopt.bench.rows import BenchRow
 
 __all__ = ["NAMES", "SHARDED", "Processes", "main", "measure"]
@@ -51,10 +50,10 @@ _OUT_OF_TIME = "no time was left for it: raise --seconds, or select less"
 
 
 class Processes:
-    """The processes of the ranks. They run every measurement, and are restarted after one fails."""
+    """The ranks, as new processes for each measurement, and the time left for measurements."""
 
     def __init__(self, ranks: int, seconds: float) -> None:
-        """Store the settings; the processes start on entering the context.
+        """Start no process yet.
 
         Args:
             ranks: number of processes.
@@ -62,24 +61,6 @@ class Processes:
         """
         self.ranks = ranks
         self._until = time.perf_counter() + seconds
-        self._running: list[subprocess.Popen[str]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> "Processes":
-        """Start the processes, and wait until they are ready."""
-        with contextlib.suppress(RuntimeError):  # the first measurement raises it again
-            self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Kill the processes."""
-        for process in self._running:
-            process.kill()
-            process.communicate()
-        self._running = []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     @property
     def seconds_left(self) -> float:
@@ -92,61 +73,16 @@ class Processes:
         Raises:
             RuntimeError: a rank ended with an error; the message has the last line of it.
         """
-        if not self._running:
-            self._start()
-        for process in self._running:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the rank has ended; _answer raises
-                process.stdin.write(json.dumps(options) + "\n")
-                process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        """Read the next line of the first rank."""
-        first = self._running[0].stdout
-        assert first is not None
-        if answer := first.readline():
-            return json.loads(answer)
-        raise RuntimeError(self._why_ended())
-
-    def _start(self) -> None:
-        """Start the processes, and wait until the first rank answers."""
-        self._folder = tempfile.TemporaryDirectory(prefix="ampopt-bench-")
-        for rank in range(self.ranks):
-            with open(self._errors_of(rank), "w") as errors:
-                process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "evidence.on_ranks",
-                        "--rank",
-                        str(self.ranks),
-                        str(rank),
-                        self._folder.name,
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            self._running.append(process)
-        self._answer()
-
-    def _errors_of(self, rank: int) -> Path:
-        """The file to which the process of ``rank`` writes its errors."""
-        assert self._folder is not None
-        return Path(self._folder.name, f"errors-{rank}")
-
-    def _why_ended(self) -> str:
-        """Kill all ranks, and say which of them ended with which error."""
-        for process in self._running:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # others wait for the failed one
-                process.wait(5)
-        codes = [process.poll() for process in self._running]
-        rank = next((rank for rank, code in enumerate(codes) if code), 0)
-        errors = self._errors_of(rank).read_text().splitlines()
-        self.__exit__()
-        return f"rank {rank} has ended: {(errors or [f'exit code {codes[rank]}'])[-1]}"
+        # The fork server imports torch once, which takes seconds, and is forked for each rank.
+        multiprocessing.set_forkserver_preload(["ampopt.bench.rows", "torch.distributed.tensor"])
+        with tempfile.TemporaryDirectory(prefix="ampopt-bench-") as folder:
+            arguments = (self.ranks, folder, options)
+            try:
+                start_processes(_run_rank, arguments, self.ranks, start_method="forkserver")
+            except ProcessException as error:
+                why = error.msg.strip().splitlines()[-1]
+                raise RuntimeError(f"rank {error.error_index} has ended: {why}") from error
+            return json.loads(Path(folder, "results").read_text())
 
 
 def measure(
@@ -270,34 +206,30 @@ def _times(
     contestants, missing = [], {}
     for name in NAMES:
         try:
-            contestants.append(contenders.enter(name, optimizer, params))
-        except NotImplementedError as error:
-            missing[name] = reason(error)
+            contender = contenders.enter(name, optimizer, params)
+            warm(contender.step)
+            warm(contender.clipped_step)
+        except (NotImplementedError, TimeoutError) as error:  # all ranks raise the same
+            missing[name] = str(error)
+            continue
+        contestants.append(contender)
     results = []
     for clip in (False, True):
-        steps = {c.name: c.clipped_step if clip else c.step for c in contestants}
-        times, wait = {}, 0.0
-        try:
-            for step in steps.values():
-                warm(step)
-            start, before = time.perf_counter(), _seconds_without_a_core()
-            end = min(until, start + seconds / 2)
-            times = interleaved(
-                steps,
-                lambda _: restore(),
-                device,
-                rounds=rounds,
-                goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,
-            )
-            wait = _seconds_without_a_core() - before
-            wait = -_least(-wait / (time.perf_counter() - start))
-        except TimeoutError as error:  # raised on all ranks, because they compare the minimum
-            missing = {**dict.fromkeys(steps, str(error)), **missing}
+        start, before = time.perf_counter(), _seconds_without_a_core()
+        end = min(until, start + seconds / 2)
+        times = interleaved(
+            {c.name: c.clipped_step if clip else c.step for c in contestants},
+            lambda _: restore(),
+            device,
+            rounds=rounds,
+            goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,
+        )
+        wait = (_seconds_without_a_core() - before) / (time.perf_counter() - start)
         results.append(
             {
                 "times": {name: asdict(t) for name, t in times.items()},
                 "missing": missing,
-                "waited": wait,
+                "waited": -_least(-wait),
             }
         )
     return results
@@ -327,19 +259,16 @@ def _seconds_without_a_core() -> float:
         return 0.0
 
 
-def _run_rank(ranks: str, rank: str, folder: str) -> None:
-    """Join the process group as ``rank``, and run a measurement for each line of standard input."""
+def _run_rank(rank: int, ranks: int, folder: str, options: Mapping[str, Any]) -> None:
+    """Join the process group as ``rank``, and measure; the first rank writes the results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meet"
     torch.distributed.init_process_group(
-        "gloo", init_method=meeting, rank=int(rank), world_size=int(ranks), timeout=_PATIENCE
+        "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE
     )
-    if rank == "0":
-        print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        results = _times(**json.loads(line))
-        if rank == "0":
-            print(json.dumps(results), flush=True)
+    results = _times(**options)
+    if rank == 0:
+        Path(folder, "results").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 
@@ -368,14 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = [workloads.of(n) for n in options.elements or ()] or SHARDED
     jobs = list(itertools.product(sizes, options.optimizer or names))
     bench_rows: list[BenchRow] = []
-    with Processes(options.ranks, options.seconds) as processes:
-        for done, (workload, optimizer) in enumerate(jobs):
-            seconds = max(0.0, processes.seconds_left) / (len(jobs) - done)
-            limits = {"dtype": dtype, "rounds": options.repeats, "seconds": seconds}
-            try:
-                bench_rows += measure(processes, optimizer, workload, **limits)
-            except Exception as error:  # keep the rows measured so far
-                bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
+    processes = Processes(options.ranks, options.seconds)
+    for done, (workload, optimizer) in enumerate(jobs):
+        seconds = max(0.0, processes.seconds_left) / (len(jobs) - done)
+        limits = {"dtype": dtype, "rounds": options.repeats, "seconds": seconds}
+        try:
+            bench_rows += measure(processes, optimizer, workload, **limits)
+        except Exception as error:  # keep the rows measured so far
+            bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
     print(f"\nmilliseconds a step:\n{report.table(bench_rows)}")
     notes = {
         f"{row.optimizer}, {name}: {why}"
@@ -390,7 +319,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        _run_rank(*sys.argv[2:])
-    else:
-        main()
+    main()

@@ -1,15 +1,13 @@
 """Ranks take the same rounds of the same steps, and their errors and doubts are shown."""
 
 import json
-import subprocess
-import sys
-import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from unittest import mock
 
 import pytest
 
 import ampopt
-from ampopt.bench import measure
+from ampopt.bench import contenders, measure
 from evidence import on_ranks
 
 
@@ -32,7 +30,6 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(monkeypatch, capsys
         asked.append((processes.ranks, given["shapes"][0], given["backend"]))
         return [seen_on_ranks(), seen_on_ranks()]
 
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", times)
     options = ("--optimizer", "SGD", "--seconds", "60")
     on_ranks.main(["2", *options])
@@ -54,7 +51,6 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(monkeypatch, capsys
 )
 def test_few_rounds_or_a_busy_machine_are_a_doubt(seen, said, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(on_ranks, "SHARDED", on_ranks.SHARDED[:1])
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: [seen, seen])
     figures = str(tmp_path / "figures")
     on_ranks.main(["2", "--optimizer", "SGD", "--seconds", "60", "--json", figures])
@@ -64,24 +60,27 @@ def test_few_rounds_or_a_busy_machine_are_a_doubt(seen, said, monkeypatch, capsy
         assert row["unknown"] == ({"times": said} if said else {})
 
 
-def timed_on_ranks(optimizer, seconds_left):
+REQUEST = {
+    "optimizer": "RMSprop",
+    "shapes": [[4, 3], [1]],  # of which one rank has nothing
+    "dtype": "float32",
+    "rounds": 2,
+    "seconds": 60.0,
+    "seconds_left": 60.0,
+    "backend": "eager",
+    "threads": 1,
+}
+
+
+def timed_on_ranks(seconds_left):
     try:
-        return on_ranks._times(
-            optimizer=optimizer,
-            shapes=[[4, 3], [1]],  # of which one rank has nothing
-            dtype="float32",
-            rounds=2,
-            seconds=60.0,
-            seconds_left=seconds_left,
-            backend="eager",
-            threads=1,
-        )
+        return on_ranks._times(**{**REQUEST, "seconds_left": seconds_left})
     finally:
         ampopt.set_backend("auto")
 
 
 def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
-    for found in two_ranks.run(timed_on_ranks, "RMSprop", 60.0):
+    for found in two_ranks.run(timed_on_ranks, 60.0):
         assert len(found) == 2
         for seen in found:
             assert {name: t["rounds"] for name, t in seen["times"].items()} == dict(
@@ -92,7 +91,7 @@ def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
 
 
 def test_ranks_begin_nothing_when_no_time_is_left(two_ranks):
-    for found in two_ranks.run(timed_on_ranks, "RMSprop", 0.0):
+    for found in two_ranks.run(timed_on_ranks, 0.0):
         for seen in found:
             assert not seen["times"]
             assert seen["missing"]["ampopt"].startswith("no time was left")
@@ -100,44 +99,34 @@ def test_ranks_begin_nothing_when_no_time_is_left(two_ranks):
 
 
 def test_rows_for_which_no_time_is_left_are_missing_and_start_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: pytest.fail("a row has begun"))
     on_ranks.main(["2", "--optimizer", "SGD", "--seconds", "1e-6"])
     assert "SGD, ampopt: TimeoutError: no time was left for it" in capsys.readouterr().out
 
 
-def test_an_error_of_a_rank_is_shown_and_the_next_rows_have_new_processes(monkeypatch):
-    started = []
-    monkeypatch.setattr(on_ranks.Processes, "_start", fake_ranks(started))
-    with on_ranks.Processes(2, 60.0) as processes:
-        with pytest.raises(RuntimeError, match="rank 1 has ended: it is broken"):
-            processes.times({"code": 1})
-        assert processes.times({"code": 0}) == [{"code": 0}]
-        assert len(started) == 4
-    assert all(process.poll() is not None for process in started)
+def test_an_error_of_a_rank_is_shown_and_the_next_rows_have_new_processes():
+    processes = on_ranks.Processes(2, 60.0)
+    with pytest.raises(RuntimeError, match="rank . has ended: .* no attribute 'RMSProb'"):
+        processes.times({**REQUEST, "optimizer": "RMSProb"})
+    for found in processes.times(REQUEST):
+        assert found["times"].keys() == {"foreach", "ampopt"}
 
 
-def fake_ranks(started):
-    """Processes in place of ranks, which return the request, or end with an error."""
-    code = (
-        "import json, sys\nfor line in sys.stdin:\n"
-        "    asked = json.loads(line)\n"
-        "    if asked['code']: sys.exit('it is broken' if sys.argv[1] == '1' else 0)\n"
-        "    print(json.dumps([asked]), flush=True)"
-    )
+def test_a_step_that_torch_cannot_take_on_shards_is_missing(two_ranks):
+    for found in two_ranks.run(refused_on_ranks):
+        for seen in found:
+            assert seen["missing"]["foreach"] == "it is not sharded"
+            assert seen["times"].keys() == {"ampopt"}
 
-    def start(processes):
-        processes._folder = tempfile.TemporaryDirectory()
-        for rank in range(processes.ranks):
-            with open(processes._errors_of(rank), "w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-S", "-c", code, str(rank)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            processes._running.append(process)
-            started.append(process)
 
-    return start
+def refused_on_ranks():
+    def step():
+        raise NotImplementedError("it is not sharded")
+
+    def enter(name, *given):
+        contender = made(name, *given)
+        return replace(contender, step=step) if name == "foreach" else contender
+
+    made = contenders.enter
+    with mock.patch.object(contenders, "enter", enter):
+        return timed_on_ranks(60.0)
