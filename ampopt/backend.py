@@ -2,8 +2,6 @@
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -22,7 +20,6 @@ __all__ = [
     "backend_for",
     "chosen_by",
     "get_backend",
-    "host_looking_away",
     "lacking",
     "set_backend",
 ]
@@ -31,7 +28,6 @@ NAMES = ("auto", "triton", "compiled", "eager")
 ENVIRONMENT = "AMPOPT_BACKEND"
 
 _chosen: str | None = None
-_looks_away = False
 
 
 def set_backend(name: str) -> None:
@@ -97,7 +93,7 @@ def backend_for(device: torch.device) -> Backend:
     """
     name = get_backend()
     if device.type == "cpu" and name != "triton":
-        return Eager() if _looks_away or records_operators() else _cpu_backend(name)
+        return Eager() if records_operators() else _cpu_backend(name)
     if name == "auto":
         name = "triton" if HAS_TRITON and device.type in ACCELERATORS else "eager"
     if name == "compiled":
@@ -151,20 +147,6 @@ def _compiler_or_cache_lacking() -> str | None:
             f"{cache.folder}) or 'eager'"
         )
     return None
-
-
-@contextmanager
-def host_looking_away() -> Iterator[None]:
-    """Within this context, the host treats CPU tensors like those of an accelerator.
-
-    It reads none of them in a step. For tests; not safe across threads.
-    """
-    global _looks_away
-    before, _looks_away = _looks_away, True
-    try:
-        yield
-    finally:
-        _looks_away = before
 
 
 def _cpu_backend(name: str) -> Backend:

@@ -11,8 +11,7 @@ name, as ``torch.distributed.checkpoint`` does, would take them for the values o
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ __all__ = [
     "full_precision",
     "has_codes",
     "is_large",
-    "of_any_size",
     "restore_names",
     "scale_key",
     "with_saved_names",
@@ -45,7 +43,8 @@ __all__ = [
 RANDOM_KEY = "rounding_key"
 """Key of ``optimizer.state[p]`` for the random key of ``p``; see ``ampopt_kernels.stochastic``."""
 
-_least = 1 << 13  # elements of the smallest parameter whose states are kept in fewer bits
+LEAST = 1 << 13
+"""Elements of the smallest parameter whose states are kept in fewer bits."""
 
 CODES = (torch.int8, torch.uint8)
 """The dtypes of codes whose blocks have scales."""
@@ -55,18 +54,7 @@ _PARAMS = (torch.float32, torch.float16, torch.bfloat16)
 
 def is_large(param: Tensor) -> bool:
     """Whether states of ``param`` may be kept in fewer bits: from 8192 elements, over all ranks."""
-    return param.numel() >= _least
-
-
-@contextmanager
-def of_any_size() -> Iterator[None]:
-    """Context manager: parameters of any size are taken to be large. For the testing kit."""
-    global _least
-    before, _least = _least, 1
-    try:
-        yield
-    finally:
-        _least = before
+    return param.numel() >= LEAST
 
 
 def scale_key(name: str) -> str:

@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest import mock
 
 import torch
 
-from ampopt._step.small_states import of_any_size
+from ampopt._step import small_states
 from ampopt.testing.pretended_device import as_on_a_device
 
-__all__ = ["apart"]
+__all__ = ["apart", "small_states_of_any_size"]
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def apart(on_device: bool) -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=[]),
         torch.sparse.check_sparse_tensor_invariants(),
-        of_any_size(),
+        small_states_of_any_size(),
         as_on_a_device() if on_device else nullcontext(),
     ):
         torch.use_deterministic_algorithms(True, warn_only=warns)
@@ -37,3 +38,8 @@ def apart(on_device: bool) -> Iterator[None]:
             random.setstate(python)
             torch.utils.deterministic.fill_uninitialized_memory = poisoned  # type: ignore[attr-defined]
             torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+
+
+def small_states_of_any_size() -> AbstractContextManager[object]:
+    """Context manager: states of small parameters are kept in fewer bits, too."""
+    return mock.patch.object(small_states, "LEAST", 1)

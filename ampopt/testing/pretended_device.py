@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from ampopt import backend
+from ampopt_kernels.eager import Eager
 
 __all__ = ["as_on_a_device"]
 
@@ -17,7 +19,7 @@ def as_on_a_device() -> Iterator[None]:
     new values, on the device. Within this block the same happens on the CPU: a hand-written
     ``step()`` is run as a transaction where that is possible, and rules run in the eager backend's
     mode for devices (or in the ``triton`` backend if that is selected). Make the optimizer within
-    the block.
+    the block. Not safe across threads.
     """
-    with backend.host_looking_away():
+    with mock.patch.object(backend, "_cpu_backend", lambda name: Eager()):
         yield

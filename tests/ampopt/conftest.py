@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from ampopt_kernels.eager import Eager
+from ampopt import testing
 
 
 @pytest.fixture
@@ -15,6 +15,7 @@ def param() -> Parameter:
 
 
 @pytest.fixture
-def as_on_a_device(monkeypatch):
+def as_on_a_device():
     """The host may not look at CPU tensors at no cost; else there would be no transactions."""
-    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
+    with testing.as_on_a_device():
+        yield

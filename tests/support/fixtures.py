@@ -12,6 +12,7 @@ from hypothesis.internal import reflection
 
 import ampopt
 from ampopt import backend as backends
+from ampopt.testing.pretended_device import as_on_a_device
 from ampopt_kernels.native import build, objects
 from support import quick_interpreter
 from support.gpus import DEVICE, skip_without_gpu
@@ -116,7 +117,7 @@ def backend_of_the_test(request):
             name = request.getfixturevalue("backend")
             ampopt.set_backend(name.split()[0])
             if name == "eager on a device":
-                stack.enter_context(backends.host_looking_away())
+                stack.enter_context(as_on_a_device())
             if "GPU" in name:
                 stack.enter_context(torch.device(DEVICE))
         yield

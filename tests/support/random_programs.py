@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.small_states import of_any_size
 from ampopt.testing.bits import everything
 from ampopt.testing.hyperparameters import hyperparameters
+from ampopt.testing.isolation import small_states_of_any_size
 from ampopt_kernels import Codec, Rule, State, div_rn, jit, sqrt_rn, tl
 
 __all__ = ["Action", "ParamSpec", "Program", "TwoBlocks", "programs"]
@@ -147,7 +147,7 @@ class Program:
 
     def run(self) -> list[Any]:
         """Run the program on the backend that is set: the bits of everything after each action."""
-        with of_any_size() if self.any_size else nullcontext():
+        with small_states_of_any_size() if self.any_size else nullcontext():
             run = _Run(self)
             return [run.after(action) for action in self.actions]
 

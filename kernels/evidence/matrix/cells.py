@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt import backend
 from ampopt._synchronization import watching
 from ampopt.loss_scale.outputs import scale_outputs
+from ampopt.testing import as_on_a_device
 from ampopt.train_step import TrainStep
 from evidence.matrix.spread import ddp, fsdp2, tensor_parallel
 from evidence.matrix.subject import Subject
@@ -119,7 +119,7 @@ def accumulate(cls: type[Any]) -> None:
 
 def graph(cls: type[Any]) -> None:
     """``TrainStep(cuda_graph=True)``, with a step that reads no tensor, as capture requires."""
-    with backend.host_looking_away():
+    with as_on_a_device():
         subject = Subject(cls)
         step = TrainStep(
             lambda _: subject.loss(),

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import ampopt
-from ampopt._step.small_states import of_any_size
 from ampopt.testing.bits import bits
+from ampopt.testing.isolation import small_states_of_any_size
 from ampopt_kernels import Codec, Rule, State, div_rn, jit, rules, sqrt_rn, tl
 from evidence import fidelity
 
@@ -187,7 +187,7 @@ def test_backends_make_the_same_bits_of_every_rule(cls):
     for name in ("eager", "triton"):
         ampopt.set_backend(name)
         params = params_of([(130, 3), (300,)], dtype=torch.bfloat16)
-        with of_any_size():
+        with small_states_of_any_size():
             optimizer = cls(params, state_bits=8, master_weights=True, master_bits=24, **options)
             runs.append(everything(stepped(optimizer, 2)))
     assert runs[0] == runs[1]

@@ -22,7 +22,6 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import bits
 from ampopt.testing.invariants.training import seed
-from ampopt_kernels.eager import Eager
 
 INF = float("inf")
 
@@ -162,10 +161,8 @@ def test_every_class_is_accounted_for():
 # Where the host may read the flag, as it may below, a skipped step does not run at all.
 @pytest.mark.parametrize("skip_by", ["auto", "transaction"])
 @pytest.mark.parametrize("name", WORK)
-def test_a_skip_on_the_device_changes_nothing_and_a_step_is_that_of_the_package(
-    name, skip_by, monkeypatch
-):
-    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_skip_on_the_device_changes_nothing_and_a_step_is_that_of_the_package(name, skip_by):
     original = made(EVERY[name], name)
     steps(original, (1, 2, 4, 5, 6))
     expected = seen(original)
@@ -205,9 +202,8 @@ def test_an_optimizer_can_be_patched_in_mid_training(name):
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_only_steps_that_change_tensors_alone_are_rolled_back(name, monkeypatch):
-    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
-
+@pytest.mark.usefixtures("as_on_a_device")
+def test_only_steps_that_change_tensors_alone_are_rolled_back(name):
     def on_the_host(optimizer: Any) -> Any:
         return seen(optimizer, lambda tensor: (tensor.data_ptr(), tensor.shape))
 

@@ -6,8 +6,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import backend
-from ampopt_kernels.eager import Eager
+from ampopt.testing import as_on_a_device
 
 
 def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
@@ -15,8 +14,6 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    chosen = backend._cpu_backend  # as on a device, where there are transactions
-    backend._cpu_backend = lambda _: Eager()  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (2,))
     p = Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
     if foreach:
@@ -27,10 +24,10 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
     seen = []
     for last in (1.0, 1.0, float("inf")):
         p.grad = distribute_tensor(torch.tensor([1.0, 2.0, 3.0, last]), mesh, [Shard(0)])
-        optimizer.unscale_and_step(grads_scaled_by=2.0)
+        with as_on_a_device():  # where there are transactions
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
         tensors = [p, *(t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
         seen.append([getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors])
-    backend._cpu_backend = chosen
     return seen
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep
-from ampopt._step.small_states import of_any_size
 from ampopt.backend import lacking
 from ampopt.testing.bits import bits, state_of
+from ampopt.testing.isolation import small_states_of_any_size
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt.train_step import cuda_graphs
 from ampopt_kernels.language import HAS_TRITON
@@ -160,7 +160,7 @@ def both(train: Callable[[Training], Any], **options: Any) -> Training:
     ids=["plain", "unscaled", "static", "all at once", "scalars", "masters", "small states"],
 )
 def test_through_overflow_and_growth(graphs, options):
-    with of_any_size():
+    with small_states_of_any_size():
         both(lambda training: training(1.0, 2.0, 3.0, 1.5, 0.5, INF, 1.0, 2.0, 3.0), **options)
     assert (graphs.captures, graphs.replays) == (1, 6)
 

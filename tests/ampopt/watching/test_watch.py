@@ -13,9 +13,9 @@ from support.strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.small_states import of_any_size
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits, everything
+from ampopt.testing.isolation import small_states_of_any_size
 from ampopt.train_step import cuda_graphs
 from ampopt_kernels.watch_statistics import COLUMNS, COUNTS
 
@@ -36,7 +36,7 @@ SMALL: Any = {"state_bits": 8, "master_weights": True, "master_bits": 24}
 @pytest.fixture(autouse=True)
 def states_may_be_small():
     """Let ``state_bits`` and ``master_bits`` apply to small parameters, too."""
-    with of_any_size():
+    with small_states_of_any_size():
         yield
 
 
