@@ -24,16 +24,12 @@ def require_matplotlib() -> None:
 
 def plot(rows: Sequence[BenchRow], path: str) -> None:
     """Draw a panel for each workload, with each contender's time relative to torch's best."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # which, unlike pyplot, needs no display
 
     names = list(dict.fromkeys(row.workload for row in rows))
     height = 1.5 + 0.45 * max(sum(row.workload == name for row in rows) for name in names)
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(5 * len(names), height), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(5 * len(names), height), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)
     columns = list(dict.fromkeys(column for row in rows for column in row.times))
     for panel, name in zip(panels[0], names, strict=True):
         panel_rows = [row for row in rows if row.workload == name]
@@ -54,7 +50,6 @@ def plot(rows: Sequence[BenchRow], path: str) -> None:
         panel.set_xlabel("time, torch's best = 1")
     panels[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _unit(row: BenchRow) -> float:

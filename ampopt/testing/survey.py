@@ -145,11 +145,8 @@ def plot(findings: Sequence[Finding], path: str) -> None:
         findings: results of :func:`survey`.
         path: path of the picture to write.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure  # which, unlike pyplot, needs no display
 
     tried_findings = [finding for finding in findings if finding.refused is None]
     names = list(dict.fromkeys(name for finding in tried_findings for name in finding.verdicts))
@@ -159,14 +156,14 @@ def plot(findings: Sequence[Finding], path: str) -> None:
         [order.index(finding.verdicts[name]) for name in names] for finding in tried_findings
     ]
     size = (3.0 + 0.22 * len(names), 4.0 + 0.2 * len(tried_findings))
-    figure, panel = pyplot.subplots(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
     panel.imshow(squares, cmap=ListedColormap(list(colors.values())), vmin=0, vmax=2, aspect="auto")
     panel.set_xticks(range(len(names)), [n.replace("_", " ") for n in names], rotation=90)
     panel.set_yticks(range(len(tried_findings)), [finding.name for finding in tried_findings])
     panel.tick_params(labelsize=7)
     panel.set_title("kept (green), broken (red), not asked of every optimizer (grey)", fontsize=9)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:

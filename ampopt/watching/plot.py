@@ -21,8 +21,7 @@ def draw(numbers: dict[str, Any], path: Any) -> None:
         ImportError: matplotlib cannot be imported.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # which, unlike pyplot, needs no display
     except ImportError as error:
         raise ImportError(
             "watch.plot() draws with matplotlib, which cannot be imported here: pip install "
@@ -30,7 +29,6 @@ def draw(numbers: dict[str, Any], path: Any) -> None:
         ) from error
     worst = worst_first(numbers)[:SHOWN]
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(worst)), layout="constrained")
-    FigureCanvasAgg(figure)  # so that the backend of the program does not matter
     over_steps, of_layers = figure.subplots(2, 1, height_ratios=[4, 1 + 0.22 * len(worst)])
     _draw_steps(over_steps, numbers["recent"])
     _draw_parameters(of_layers, worst)
