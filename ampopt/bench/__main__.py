@@ -7,7 +7,6 @@ pytorch_optimizer's.
 """
 
 import argparse
-import functools
 import json
 import sys
 import time
@@ -95,15 +94,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     sizes = [workloads.make(name, device, _room(device, dtype)) for name in names]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     sizes += workloads.powers_of_two() if options.sizes else []
-    measure = functools.partial(
-        rows.measure,
-        device=device,
-        clock=options.clock,
-        masters=options.masters,
-        changing=options.changing,
-        only=options.contender or (),
-    )
-    bench_rows = _measure_all(measure, options, sizes, optimizers, device)
+    bench_rows = _measure_all(options, sizes, optimizers, device)
     _note("")
     _print(bench_rows, device)
     rows_as_dicts = [row.as_dict() for row in bench_rows]
@@ -119,25 +110,29 @@ def _write_json(options: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 
 def _measure_all(
-    measure: Callable[..., list[rows.BenchRow]],
     options: argparse.Namespace,
     sizes: Sequence[workloads.Workload],
     optimizers: Sequence[str],
     device: torch.device,
 ) -> list[rows.BenchRow]:
     """The rows of every optimizer on every workload, in ``options.seconds`` if that is enough."""
-    dtype, seconds_left, bench_rows = getattr(torch, options.dtype), options.seconds, []
+    seconds_left, bench_rows = options.seconds, []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
     for n_done, (optimizer, workload) in enumerate(jobs):
         start = time.perf_counter()
         _note(f"{n_done + 1}/{len(jobs)} {optimizer} {workload.name}")
         try:
-            new = measure(
+            new = rows.measure(
                 optimizer,
                 workload,
-                dtype=dtype,
+                dtype=getattr(torch, options.dtype),
+                device=device,
                 rounds=options.repeats,
-                seconds=max(0.0, seconds_left) / (len(jobs) - n_done),
+                seconds=seconds_left / (len(jobs) - n_done),
+                clock=options.clock,
+                masters=options.masters,
+                changing=options.changing,
+                only=options.contender or (),
             )
         except Exception as error:  # keep the rows measured so far
             new = rows.unmeasured(optimizer, workload, device, error)
@@ -165,13 +160,8 @@ def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
     if device.type == "cuda":
         print("\nbesides time, for one step")
         print(report.costs(bench_rows))
-    missing = {
-        f"{row.optimizer}, {name}: {reason}"
-        for row in bench_rows
-        for name, reason in (*row.missing.items(), *row.unknown.items())
-    }
-    if missing:
-        print("\nnot measured:", *sorted(missing), sep="\n  ")
+    if notes := set().union(*(row.notes for row in bench_rows)):
+        print("\nnot measured:", *sorted(notes), sep="\n  ")
 
 
 def _room(device: torch.device, dtype: torch.dtype) -> int | None:

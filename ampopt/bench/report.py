@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench.contenders import FLOAT32, SMALL
+from ampopt.bench.contenders import AMPOPT, FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
 from ampopt.environment import cpu_model, version_of
 
@@ -45,43 +45,34 @@ def table(rows: Sequence[BenchRow]) -> str:
     fastest rounds, to ampopt's step of float32 parameters.
     """
     columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
-    head = ["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor"]
     has_masters = FLOAT32 in columns
-    lines = [[*head, *["/float32"] * has_masters]]
+    ratios = ["/best", "fastest", "/floor", *["/float32"] * has_masters]
+    lines = [[*_WHICH, *columns, *ratios]]
     for row in rows:
-        cells = [row.optimizer, row.workload, "yes" if row.clip else "no"]
-        for name in columns:
-            times = row.times.get(name)
-            cells.append("-" if times is None else _milliseconds(times.median, times.spread))
+        times = [row.times.get(name) for name in columns]
         shares = [row.ratio, row.ratio_of_least, row.to_floor]
         shares += [row.ratio_to_float32] * has_masters
-        cells += ["-" if x is None else f"{x:.2f}" for x in shares]
-        lines.append(cells)
+        cells = ["-" if t is None else _milliseconds(t.median, t.spread) for t in times]
+        lines.append([*_which(row), *cells, *map(_share, shares)])
     return as_columns(lines, left=(0, 1, 2))
 
 
 def costs(rows: Sequence[BenchRow]) -> str:
     """Table of what each step costs besides time; the counts exist only on a GPU."""
-    head = ["optimizer", "workload", "clip", "contender", "GB/s", "of copy", "host us"]
-    lines = [[*head, "launches", "syncs", "extra MB"]]
+    head = ["contender", "GB/s", "of copy", "host us", "launches", "syncs", "extra MB"]
+    lines = [[*_WHICH, *head]]
     for row in rows:
         for name, times in row.times.items():
-            cost = row.costs.get(name)
-            ours = name == "ampopt"  # the bytes are counted from ampopt's rule
-            lines.append(
-                [
-                    row.optimizer,
-                    row.workload,
-                    "yes" if row.clip else "no",
-                    name,
-                    f"{row.bytes / times.median / 1e9:.1f}" if ours else "-",
-                    f"{1 / row.to_floor:.2f}" if ours and row.to_floor is not None else "-",
-                    f"{times.host * 1e6:.0f}",
-                    "-" if cost is None else str(cost.launches),
-                    "-" if cost is None else str(cost.synchronizations),
-                    "-" if cost is None else f"{cost.extra_bytes / 1e6:.1f}",
-                ]
-            )
+            cells = ["-"] * 3
+            if cost := row.costs.get(name):
+                cells = [str(cost.launches), str(cost.synchronizations)]
+                cells.append(f"{cost.extra_bytes / 1e6:.1f}")
+            speed, share = "-", None
+            if name == AMPOPT:  # the bytes are counted from ampopt's rule
+                speed = f"{row.bytes / times.median / 1e9:.1f}"
+                share = row.to_floor and 1 / row.to_floor
+            host = f"{times.host * 1e6:.0f}"
+            lines.append([*_which(row), name, speed, _share(share), host, *cells])
     return as_columns(lines, left=(0, 1, 2, 3))
 
 
@@ -91,21 +82,27 @@ def memory(rows: Sequence[BenchRow]) -> str:
     With small states also their time in units of that with 32 bits, in the same rounds.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row.allocated))
-    ratios = [f"{name} time" for name in SMALL]
-    lines = [["optimizer", "workload", "clip", *columns, *ratios]]
+    lines = [[*_WHICH, *columns, *(f"{name} time" for name in SMALL)]]
     for row in rows:
         each = [row.allocated.get(name) for name in columns]
-        cells = ["-" if n is None else f"{n / row.elements:.2f}" for n in each]
-        shares = [_share(row, name) for name in SMALL]
-        cells += ["-" if x is None else f"{x:.2f}" for x in shares]
-        lines.append([row.optimizer, row.workload, "yes" if row.clip else "no", *cells])
+        shares = [n and n / row.elements for n in each]
+        shares += [ratio and 1 / ratio for ratio in map(row.ratio_to, SMALL)]
+        lines.append([*_which(row), *map(_share, shares)])
     return as_columns(lines, left=(0, 1, 2))
 
 
-def _share(row: BenchRow, name: str) -> float | None:
-    """The median time of a contender in units of ampopt's."""
-    inverse = row.ratio_to(name)
-    return None if inverse is None else 1 / inverse
+_WHICH = ("optimizer", "workload", "clip")
+"""The first columns of each table, which :func:`_which` fills."""
+
+
+def _which(row: BenchRow) -> tuple[str, str, str]:
+    """The cells that tell ``row`` from others."""
+    return row.optimizer, row.workload, "yes" if row.clip else "no"
+
+
+def _share(share: float | None) -> str:
+    """A ratio as text."""
+    return "-" if share is None else f"{share:.2f}"
 
 
 def _milliseconds(median: float, spread: float) -> str:

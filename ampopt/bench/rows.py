@@ -3,7 +3,7 @@
 import functools
 import gc
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,13 +51,26 @@ class BenchRow:
     device: str
     tensors: int
     elements: int
-    bytes: int
-    bandwidth: float | None
-    times: dict[str, Times]
-    missing: dict[str, str]
+    bytes: int = 0
+    bandwidth: float | None = None
+    times: dict[str, Times] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
     costs: dict[str, DeviceCost] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     allocated: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: str,
+        workload: workloads.Workload,
+        clip: bool,
+        device: torch.device,
+        **figures: Any,
+    ) -> "BenchRow":
+        """The row of ``optimizer`` on ``workload``; ``figures`` are the other attributes."""
+        size = len(workload.shapes), workload.elements
+        return cls(optimizer, workload.name, clip, device.type, *size, **figures)
 
     @property
     def ampopt(self) -> Times | None:
@@ -104,6 +117,12 @@ class BenchRow:
         if self.floor is None or self.ampopt is None:
             return None
         return self.ampopt.median / self.floor
+
+    @property
+    def notes(self) -> set[str]:
+        """What was not measured, and why, in a line each."""
+        why = {**self.unknown, **self.missing}
+        return {f"{self.optimizer}, {name}: {reason}" for name, reason in why.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON; times in seconds."""
@@ -169,17 +188,20 @@ def measure(
             continue
         contestants.append(contender)
         allocated[name] = bytes_allocated(own_params, contender.optimizer)
-        if name == contenders.AMPOPT:
-            n_bytes = round(_bytes_moved(contender.optimizer) * (1 - absent))
+        if name == contenders.AMPOPT and isinstance(
+            contender.optimizer, ampopt.ElementwiseOptimizer
+        ):
+            n_bytes = round(bytes_moved(contender.optimizer) * (1 - absent))
     gradients.restore()
     without_floor: dict[str, str] = {}
     streams = _streams(n_bytes, device, without_floor)
+    workload = replace(workload, name=workload.name + ", changing" * changing)
     rows = []
     for clip in (False, True):
         missing, unknown = dict(failures), dict(without_floor)
         steps = {c.name: c.clipped_step if clip else c.step for c in contestants}
         times = interleaved(
-            {**steps, **({} if streams is None else streams.steps)},
+            {**steps, **streams.steps},
             restore,
             device,
             rounds=rounds,
@@ -187,9 +209,7 @@ def measure(
             clock=clock,
             failures=missing,
         )
-        for name in streams.steps if streams is not None else ():
-            if name in missing:
-                unknown[name] = missing.pop(name)
+        unknown |= {name: missing.pop(name) for name in streams.steps if name in missing}
         costs = {}
         for name in [n for n in steps if n in times] if device.type == "cuda" else ():
             try:
@@ -198,15 +218,13 @@ def measure(
             except Exception as error:
                 unknown[f"costs of {name}"] = reason(error)
         rows.append(
-            BenchRow(
-                optimizer=optimizer,
-                workload=workload.name + ", changing" * changing,
-                clip=clip,
-                device=device.type,
-                tensors=len(workload.shapes),
-                elements=workload.elements,
+            BenchRow.of(
+                optimizer,
+                workload,
+                clip,
+                device,
                 bytes=n_bytes,
-                bandwidth=None if streams is None else streams.bandwidth(times),
+                bandwidth=streams.bandwidth(times),
                 times={name: times[name] for name in steps if name in times},
                 missing=missing,
                 allocated=allocated,
@@ -221,23 +239,18 @@ def unmeasured(
     optimizer: str, workload: workloads.Workload, device: torch.device, error: Exception
 ) -> list[BenchRow]:
     """The rows if no contender ran because of ``error``, say because parameters do not fit."""
-    size = len(workload.shapes), workload.elements, 0
     why = dict.fromkeys(contenders.names(device), reason(error))
-    return [
-        BenchRow(optimizer, workload.name, clip, device.type, *size, None, {}, why)
-        for clip in (False, True)
-    ]
+    return [BenchRow.of(optimizer, workload, clip, device, missing=why) for clip in (False, True)]
 
 
-def _streams(n_bytes: int, device: torch.device, unknown: dict[str, str]) -> Streams | None:
-    """The passes that measure the bandwidth; ``None`` if caches may hold ``n_bytes``."""
-    if n_bytes <= _CACHES:
-        return None
-    try:
-        return Streams.on(device)
-    except RuntimeError as error:
-        unknown["the floor"] = reason(error)
-        return None
+def _streams(n_bytes: int, device: torch.device, unknown: dict[str, str]) -> Streams:
+    """The passes that measure the bandwidth; none if caches may hold ``n_bytes``."""
+    if n_bytes > _CACHES:
+        try:
+            return Streams.on(device)
+        except RuntimeError as error:
+            unknown["the floor"] = reason(error)
+    return Streams({}, {})
 
 
 def _let_go(device: torch.device) -> None:
@@ -245,8 +258,3 @@ def _let_go(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _bytes_moved(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that a step moves; 0 for an optimizer without a rule."""
-    return bytes_moved(optimizer) if isinstance(optimizer, ampopt.ElementwiseOptimizer) else 0

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,22 +124,12 @@ def measure(
         "threads": max(1, torch.get_num_threads() // processes.ranks),
     }
     results = processes.times(options)
-    row = BenchRow(
-        optimizer=optimizer,
-        workload=workload.name,
-        clip=False,
-        device="cpu",
-        tensors=len(workload.shapes),
-        elements=workload.elements,
-        bytes=0,
-        bandwidth=None,
-        times={},
-        missing={},
-    )
     return [
-        replace(
-            row,
-            clip=clip,
+        BenchRow.of(
+            optimizer,
+            workload,
+            clip,
+            torch.device("cpu"),
             times={name: Times(**times) for name, times in result["times"].items()},
             missing=result["missing"],
             unknown=_doubts(result),
@@ -306,12 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:  # keep the rows measured so far
             bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
     print(f"\nmilliseconds a step:\n{report.table(bench_rows)}")
-    notes = {
-        f"{row.optimizer}, {name}: {why}"
-        for row in bench_rows
-        for name, why in {**row.missing, **row.unknown}.items()
-    }
-    for line in sorted(notes):
+    for line in sorted(set().union(*(row.notes for row in bench_rows))):
         print(line)
     if options.json:
         figures = {"environment": about, "rows": [row.as_dict() for row in bench_rows]}
