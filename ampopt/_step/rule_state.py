@@ -94,9 +94,9 @@ def complete(declared: DeclaredStates, state: dict[str, Any]) -> None:
                 continue
             like = param if master is None or initial is not None else full_master(param, master)
             state[part.name] = _new_state(part, like, _dtype_of(part, dtype), initial)
-    scalar_values = [state[part.name] for part in scalars if state.get(part.name) is not None]
+    of_any_dtype = [state.get(part.name) for part in scalars if part.dtype is None]
     wide = torch.float64 in (
-        [value.dtype for value in scalar_values] or [torch.get_default_dtype()]
+        [value.dtype for value in of_any_dtype if value is not None] or [torch.get_default_dtype()]
     )
     for part in scalars:
         if state.get(part.name) is None:

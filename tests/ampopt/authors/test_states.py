@@ -166,6 +166,35 @@ def test_saving_and_loading_changes_nothing():
             assert torch.equal(value, twin.state[q][name])
 
 
+@jit
+def _counted(s, h):
+    return (s[0] + 1.0, s[1] + 1.0), h
+
+
+@jit
+def _descend(p, g, state, h, flags):
+    return p - h[0] * g, ()
+
+
+def test_a_scalar_state_that_is_made_later_has_the_dtype_it_would_have_had_at_first():
+    class Counting(Anchored):
+        rule = Rule(
+            update=_descend,
+            scalars=_counted,
+            hyper=("lr",),
+            flags=("halved",),
+            scalar_state=(State("all", dtype=torch.float64), State("some", when="halved")),
+        )
+
+    p = Parameter(torch.ones(2))
+    optimizer = Counting([p])
+    stepped(optimizer, 1)
+    optimizer.param_groups[0]["halved"] = 1
+    stepped(optimizer, 1)
+    assert optimizer.state[p]["all"].dtype == torch.float64
+    assert optimizer.state[p]["some"].dtype == torch.float32
+
+
 def test_wrong_declarations_are_refused():
     with pytest.raises(ValueError, match="torch.int32.*choose torch.float16"):
         State("s", dtype=torch.int32)
