@@ -20,7 +20,7 @@ __all__ = ["full_state_dict"]
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The ``state_dict`` of an optimizer, with every state in float32 or its parameter's dtype.
+    """The ``state_dict`` of an optimizer, with every state in full precision.
 
     An optimizer with ``state_bits=8`` or ``16`` saves codes and scales, which another such
     optimizer loads bit for bit. Torch's optimizers, and other programs, need values::
@@ -49,16 +49,21 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     states, params = {}, _params_by_key(optimizer, state_dict)
     for key, state in state_dict["state"].items():
         states[key] = state
-        if not isinstance(state, dict):  # users may keep other values under their own keys
+        if key not in params:  # users may keep other values under their own keys
             continue
         states[key] = full = dict(state)
+        own = torch.float32 if MASTER in full else params[key].dtype
         restore_names(full, parts)
         for part in parts:
             value = full.get(part.name)
             if isinstance(value, torch.Tensor) and has_codes(full, part):
                 full[part.name] = full_precision(full, part)
                 full.pop(scale_key(part.name), None)
-            elif isinstance(value, torch.Tensor) and value.dtype.itemsize < 4:
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.dtype.itemsize < 4
+                and value.dtype != (part.dtype or own)
+            ):
                 full[part.name] = value.float()
         full.pop(RANDOM_KEY, None)
         if (master := full.get(MASTER)) is not None:

@@ -429,6 +429,14 @@ def test_entries_of_users_in_the_state_are_saved_and_loaded_unchanged():
     assert in_full[0]["my_codes"].dtype == torch.int8
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_full_state_without_small_states_is_the_state(dtype):
+    (param,) = params_of([(8192,)], dtype=dtype)
+    optimizer = stepped(ampopt.SGD([param], momentum=0.5), 1)
+    full, saved = ampopt.full_state_dict(optimizer), optimizer.state_dict()
+    assert bits(full["state"]) == bits(saved["state"])
+
+
 def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
     params = params_of()
     ours = stepped(ampopt.AdamW(params, state_bits=8), 2)
