@@ -17,6 +17,7 @@ from ampopt._step.torch_private import spin
 __all__ = [
     "CLOCKS",
     "Times",
+    "alone",
     "device_seconds",
     "host_seconds",
     "interleaved",
@@ -171,6 +172,22 @@ def interleaved(
                 times[name].append(seconds_taken)
                 hosts[name].append(host)
     return {name: Times.of(times[name], hosts[name]) for name in steps if name in order}
+
+
+def alone(
+    step: Callable[[], object],
+    restore: Callable[[], None],
+    device: torch.device,
+    *,
+    rounds: int,
+    clock: str = "wall",
+) -> Times:
+    """Time one step, first warmed, in ``rounds`` rounds; see :func:`interleaved`."""
+    warmed(step, restore)
+    times = interleaved(
+        {"": step}, lambda _: restore(), device, rounds=rounds, clock=clock, goes_on=lambda: True
+    )
+    return times[""]
 
 
 def reason(error: Exception) -> str:

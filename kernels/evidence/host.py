@@ -6,8 +6,6 @@ can start, except for the launches. torch makes about as many launches.
 """
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 import ampopt
 from ampopt import backend
 from ampopt.bench import contenders, workloads
+from ampopt.bench.measure import alone
 from ampopt_kernels.native import objects
 from ampopt_kernels.triton.backend import Triton
 
@@ -32,7 +31,8 @@ _NOT_LAUNCHED = (
 )
 _TENSORS = (20, 300, 2000)
 _STEPS = 200
-"""Steps to time for each contender; the first tenth is warm-up."""
+"""Steps to time for each contender."""
+_CPU = torch.device("cpu")
 
 
 def main() -> None:
@@ -66,14 +66,15 @@ def main() -> None:
 def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
     """Microseconds of a step and of a clipped one; ``moves`` alternates gradient addresses."""
     workload = workloads.Workload(name, ((64,),) * tensors)
-    params = workload.parameters(torch.float32, torch.device("cpu"))
+    params = workload.parameters(torch.float32, _CPU)
     turns = itertools.cycle([workloads.Gradients(params) for _ in range(1 + moves)])
     contender = contenders.enter("fused" if name[0] == "t" else contenders.AMPOPT, "AdamW", params)
 
-    def restore() -> None:
-        next(turns).restore()
+    def microseconds(step: Callable[[], Any]) -> float:
+        restore = lambda: next(turns).restore()  # noqa: E731
+        return 1e6 * alone(step, restore, _CPU, rounds=_STEPS, clock="cpu").median
 
-    return _microseconds(contender.step, restore), _microseconds(contender.clipped_step, restore)
+    return microseconds(contender.step), microseconds(contender.clipped_step)
 
 
 @contextmanager
@@ -97,17 +98,6 @@ def _have_object_loops() -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing, in place of a launch."""
-
-
-def _microseconds(step: Callable[[], Any], restore: Callable[[], None]) -> float:
-    """Median of the thread's CPU time of a step after the warm-up; ``restore`` is not timed."""
-    times = []
-    for _ in range(_STEPS):
-        restore()
-        start = time.thread_time()
-        step()
-        times.append(time.thread_time() - start)
-    return statistics.median(times[_STEPS // 10 :]) * 1e6
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
 """Host time of AdamW on 300 tensors of 64 elements, compared with torch's fused optimizer."""
 
-import statistics
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 import ampopt
 from ampopt._synchronization import sync_debug_mode
 from ampopt.bench import contenders, workloads
-from ampopt.bench.measure import host_seconds, warmed
+from ampopt.bench.measure import alone, warmed
 from ampopt_kernels.native import objects
 from evidence.first_hour.record import PartRecord
 
 __all__ = ["run"]
+
+_ROUNDS = 100
 
 
 def run(record: PartRecord, device: torch.device) -> None:
@@ -41,10 +40,9 @@ def run(record: PartRecord, device: torch.device) -> None:
     gradients = workloads.Gradients(params)
     for name in ("fused", "foreach"):
         contender = contenders.enter(name, "AdamW", params)
-        warmed(contender.step, gradients.restore)
         for how, step in (("", contender.step), (", clipped", contender.clipped_step)):
-            figure = _median(step, gradients.restore, device)
-            record.figure(f"torch {name}, GradScaler{how}", figure, "us")
+            times = alone(step, gradients.restore, device, rounds=_ROUNDS)
+            record.figure(f"torch {name}, GradScaler{how}", times.host * 1e6, "us")
 
 
 def _ours(record: PartRecord, device: torch.device, how: str) -> None:
@@ -68,13 +66,5 @@ def _ours(record: PartRecord, device: torch.device, how: str) -> None:
         (", clipped", contender.clipped_step, gradients.restore),
         (", gradients at other addresses in each step", contender.step, move),
     ):
-        record.figure(f"ampopt{what}, {how}", _median(step, before, device), "us")
-
-
-def _median(step: Callable[[], Any], before: Callable[[], None], device: torch.device) -> float:
-    """The median host time of ``step`` in microseconds; ``before`` is called before each."""
-    times = []
-    for _ in range(110):
-        before()
-        times.append(host_seconds(step, device))
-    return statistics.median(times[10:]) * 1e6
+        times = alone(step, before, device, rounds=_ROUNDS)
+        record.figure(f"ampopt{what}, {how}", times.host * 1e6, "us")
