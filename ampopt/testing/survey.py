@@ -114,7 +114,12 @@ def survey(
         except Exception as error:  # a third-party constructor may raise anything
             finding.refused = _first_line(error)
         else:
-            contract = type(f"Of{cls.__name__}", (OptimizerContract,), _attributes(make, settings))
+            attributes = {
+                "make": lambda self, params, make=make: make(params),
+                "settings": settings,
+                "__module__": __name__,
+            }
+            contract = type(f"Of{cls.__name__}", (OptimizerContract,), attributes)
             for name in invariants:
                 _try(contract(), name, finding)
         yield finding
@@ -193,15 +198,6 @@ def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
         return optimizer
 
     return make
-
-
-def _attributes(make: Callable[[Any], Any], settings: hypothesis.settings) -> dict[str, Any]:
-    """The attributes of a contract class for the optimizers that ``make`` makes."""
-    return {
-        "make": lambda self, params: make(params),
-        "settings": settings,
-        "__module__": __name__,
-    }
 
 
 def _try(contract: Any, name: str, finding: Finding) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import unittest
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,22 +53,20 @@ class SmallStates(Claims):
             training = Trained(exact.params, small(history.grouped(exact.params)))
             training.optimizer.load_state_dict(exact.optimizer.state_dict())
             states = ampopt.full_state_dict(training.optimizer)["state"]
-            for i, (part, codec) in _small_states_of(training):
+            for i, part, codec in _small_states_of(training.optimizer):
                 _check_bias(part, codec)
                 full = exact.optimizer.state.get(exact.params[i], {}).get(part.name)
                 if full is not None:
                     _check_near(states[i][part.name], full, part, codec, f"parameter {i}")
 
 
-def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
-    """For each state that is kept in few bits: the index of its parameter, and (state, codec)."""
-    states, rule = [], trained.optimizer.rule
-    for group in trained.optimizer.param_groups:
-        for param in group["params"]:
-            i = next(i for i, own in enumerate(trained.params) if own is param)
-            codecs = DeclaredStates.of(rule, group, param).by_codec
-            states += [(i, (part, codec)) for part, codec in codecs.items() if codec is not None]
-    return states
+def _small_states_of(optimizer: Any) -> Iterator[tuple[int, State, Codec]]:
+    """For each state that is kept in few bits: the index of its parameter, and its codec."""
+    placed = ((group, param) for group in optimizer.param_groups for param in group["params"])
+    for i, (group, param) in enumerate(placed):
+        for part, codec in DeclaredStates.of(optimizer.rule, group, param).by_codec.items():
+            if codec is not None:
+                yield i, part, codec
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class Changes(Steps):
             now = everything(self.optimizer)
             assert_same(now, unchanged, f"changed by {mode}(), though it was the mode already")
         self.mode = mode
-        self.reference_training.tell("call", mode, None, random_state=before)
+        self.reference_training.tell("call", mode, random_state=before)
 
     @precondition(lambda self: bool(self.claims.calls) and self.is_idle)
     @rule(
@@ -86,12 +86,12 @@ class Changes(Steps):
         method, before = getattr(self.optimizer, name), torch.get_rng_state()
         if "grads_scaled_by" not in inspect.signature(method).parameters:
             method()
-            self.reference_training.tell("call", name, None, random_state=before)
+            self.reference_training.tell("call", name, random_state=before)
             return
         if self.kind == "none" and (self.overflows or not any(self.gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
-        self.account_for(result, before, "call", name, self.gradients)
+        self.account_for(result, before, name)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

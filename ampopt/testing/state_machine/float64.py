@@ -44,9 +44,8 @@ class Float64:
             dtype: dtype of the tested parameters, which sets the tolerance.
         """
         self.limits = torch.finfo(dtype)
-        self.model, *self.rounded_models = (
-            Plain(reference, params, torch.float64) for _ in range(1 + _ROUNDED)
-        )
+        self.all_models = [Plain(reference, params, torch.float64) for _ in range(1 + _ROUNDED)]
+        self.model, *self.rounded_models = self.all_models
         self.modes = [Rounding(_ERROR * self.limits.eps, seed) for seed in range(_ROUNDED)]
         self.distances = [p.detach().abs() for p in self.model.params]
         self.spread = [torch.zeros_like(distance) for distance in self.distances]
@@ -54,42 +53,34 @@ class Float64:
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all groups."""
-        for plain in (self.model, *self.rounded_models):
+        for plain in self.all_models:
             plain.set_learning_rate(lr)
-
-    def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
-        """Call the optimizer's method ``name`` with ``gradients``."""
-        old = [p.detach().clone() for p in self.model.params]
-        self.model.call(name, gradients)
-        for plain, mode in zip(self.rounded_models, self.modes, strict=True):
-            with mode:
-                plain.call(name, gradients)
-        self.note_moves(old)
 
     def add(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
-        for plain in (self.model, *self.rounded_models):
+        for plain in self.all_models:
             plain.add(param, lr)
         self.distances.append(self.model.params[-1].detach().abs())
         self.spread.append(torch.zeros_like(self.distances[-1]))
 
-    def step(self, gradients: Sequence[Blueprint | None], max_norm: float | None) -> None:
-        """Step with ``gradients``."""
+    def call(
+        self,
+        name: str,
+        gradients: Sequence[Blueprint | None] | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        """Call the method ``name`` of every model, and update distances and deviations."""
         old = [p.detach().clone() for p in self.model.params]
-        self.model.step(gradients, max_norm)
+        self.model.call(name, gradients, max_norm)
         for plain, mode in zip(self.rounded_models, self.modes, strict=True):
             plain.set_gradients(gradients)
-            # The dispatch mode does not see inside a compiled step, so disturb its inputs.
-            for p in plain.params:
+            # The dispatch mode does not see inside compiled code, so disturb what it reads.
+            for p in plain.params if gradients is not None else ():
                 for tensor in (p.detach(), p.grad, *plain.optimizer.state[p].values()):
                     mode.disturb(tensor)
             with mode:
-                plain.step(None, max_norm)
-        self.steps += 1
-        self.note_moves(old)
-
-    def note_moves(self, old: list[Tensor]) -> None:
-        """Update distances and deviations, given the reference's parameters before the step."""
+                plain.call(name, max_norm=max_norm)
+        self.steps += name == "step"
         for i, p in enumerate(self.model.params):
             self.distances[i] += (p.detach() - old[i]).abs()
             for plain in self.rounded_models:

@@ -224,15 +224,20 @@ class Records(Machine):
         else:
             self.scale = Scale(kind, number).make()
 
-    def account_for(self, result: Any, random_state: Tensor, what: str, *arguments: Any) -> None:
+    def account_for(
+        self,
+        result: Any,
+        random_state: Tensor,
+        name: str = "step",
+        max_norm: float | None = None,
+    ) -> None:
         """Check the result of a call, let the reference do the same, and record the next scale.
 
         Args:
             result: the result of a step, or of a call of ``Claims.calls``.
             random_state: torch's random state before the call.
-            what: what the reference training does, unless the call had to be skipped; see
-                :meth:`ReferenceTraining.tell`.
-            arguments: the arguments of that.
+            name: the method that the reference training calls, unless the call had to be skipped.
+            max_norm: the norm that it clips to.
         """
         overflows, gradients = self.overflows, any(self.gradients)
         assert bool(result.found_inf > 0) is overflows
@@ -240,7 +245,8 @@ class Records(Machine):
             same = torch.equal(torch.get_rng_state(), random_state)
             assert same, "a skipped step drew random numbers"
         else:
-            after = self.reference_training.tell(what, *arguments, random_state=random_state)
+            done = "call", name, self.gradients, max_norm
+            after = self.reference_training.tell(*done, random_state=random_state)
             same = self.of_float64 or torch.equal(torch.get_rng_state(), after)
             assert same, "the step drew other random numbers than a plain one"
         self.scale = result.scale

@@ -103,16 +103,16 @@ class Plain:
         for p, grad in zip(self.params, gradients, strict=True) if gradients is not None else ():
             p.grad = None if grad is None else grad.tensor().to(p.dtype)
 
-    def step(self, gradients: Sequence[Blueprint | None] | None, max_norm: float | None) -> None:
-        """Step with ``gradients``, clipped to a global norm if given."""
+    def call(
+        self,
+        name: str,
+        gradients: Sequence[Blueprint | None] | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        """Call the optimizer's method ``name`` with ``gradients``, clipped to a norm if given."""
         self.set_gradients(gradients)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, max_norm)
-        self.optimizer.step()
-
-    def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
-        """Call the optimizer's method ``name`` with ``gradients``."""
-        self.set_gradients(gradients)
         getattr(self.optimizer, name)()
 
     def set_learning_rate(self, lr: float) -> None:

@@ -159,7 +159,7 @@ class Steps(Records):
         before = torch.get_rng_state()
         result = self.optimizer.step_after_unscale()
         assert result.skipped is self.overflows
-        self.account_for(result, before, "step", self.gradients, None)
+        self.account_for(result, before)
 
     # Without a scale, the call checks nothing, so gradients must be finite then.
     @precondition(lambda self: self.may_step and (self.kind != "none" or not self.overflows))
@@ -174,7 +174,7 @@ class Steps(Records):
         clipping = {} if max_norm is None else {"max_norm": max_norm}
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
         assert result.skipped is self.overflows
-        self.account_for(result, before, "step", self.gradients, max_norm)
+        self.account_for(result, before, max_norm=max_norm)
 
     @precondition(lambda self: self.pending is not None and any(self.gradients))
     @rule()
@@ -183,7 +183,7 @@ class Steps(Records):
         """Call plain ``step()`` on unscaled gradients."""
         before = torch.get_rng_state()
         self.optimizer.step()
-        self.account_for(self.pending, before, "step", self.gradients, None)
+        self.account_for(self.pending, before)
 
 
 def _multiplied(grad: Blueprint, factor: float) -> Blueprint:
