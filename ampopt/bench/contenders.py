@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,37 +44,22 @@ _ASKED_FOR = ("Adafactor", "Muon")
 _MAX_NORM = 1.0
 _NEVER = 1 << 30
 """Growth interval that no run reaches: a scale that grew in one run only would change its work."""
-_SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
-"""Arguments that differ from the defaults: without momentum, SGD is little more than a copy."""
-
-
-class _Peer(NamedTuple):
-    """A class of pytorch_optimizer, and the arguments that make both do the same work.
-
-    Attributes:
-        name: name of the class.
-        ours: arguments of ampopt's class, besides the defaults.
-        theirs: arguments of pytorch_optimizer's class, besides the defaults.
-    """
-
-    name: str
-    ours: dict[str, Any]
-    theirs: dict[str, Any]
-
-
 _LR: dict[str, Any] = {"lr": 1e-3}
-_PEERS: dict[str, _Peer] = {
-    "Adan": _Peer("Adan", _LR, _LR),
-    "LAMB": _Peer(
-        "Lamb",
-        {**_LR, "bias_correction": False},
-        {**_LR, "weight_decay": 0.01, "weight_decouple": False, "adam_debias": True},
-    ),
-    "Lion": _Peer("Lion", _LR, _LR),
-    "NovoGrad": _Peer("NovoGrad", _LR, _LR),
-    "ScheduleFreeAdamW": _Peer("ScheduleFreeAdamW", _LR, _LR),
+_PEERS: dict[str, dict[str, Any]] = {
+    "Adan": _LR,
+    "LAMB": {**_LR, "weight_decay": 0.01, "weight_decouple": False, "adam_debias": True},
+    "Lion": _LR,
+    "NovoGrad": _LR,
+    "ScheduleFreeAdamW": _LR,
 }
-"""Counterparts, from pytorch_optimizer, of ampopt's optimizers that torch lacks."""
+"""ampopt's optimizers that torch lacks: the arguments of their counterparts in pytorch_optimizer,
+besides the defaults, with which both do the same work."""
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},  # without momentum, SGD is little more than a copy
+    **dict.fromkeys(_PEERS, _LR),
+    "LAMB": {**_LR, "bias_correction": False},
+}
+"""Arguments of other contenders that differ from the defaults."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +137,6 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     if masters and not ours:
         return _on_copies(params, lambda copies: enter(name, optimizer, copies))
     settings = _SETTINGS.get(optimizer, {})
-    if optimizer in _PEERS:
-        settings = _PEERS[optimizer].ours
-        if name in TORCH:
-            return under_scaler(name, _peer(name, optimizer, params), params)
     if ours:
         kind = getattr(ampopt, optimizer)
         if name in SMALL and not hasattr(kind, "rule"):
@@ -167,7 +148,22 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
         return by_control_point(name, kind(params, **settings))
     makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
     if name in makers:
-        return under_scaler(name, makers[name](optimizer, params, settings), params)
+        instance = makers[name](optimizer, params, settings)
+    elif optimizer in _PEERS:
+        instance = _peer(name, optimizer, params)
+    else:
+        instance = _torchs(name, optimizer, params, settings)
+    return under_scaler(name, instance, params)
+
+
+def _torchs(
+    name: str, optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Torch's optimizer of that name, in the implementation ``name`` of :data:`TORCH`.
+
+    Raises:
+        NotImplementedError: torch has none, or it refuses the parameters.
+    """
     kind = getattr(torch.optim, optimizer)
     flags = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
     flag = flags[name]
@@ -176,10 +172,9 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
             raise NotImplementedError(f"torch has no {name} {optimizer}")
         flag = {}  # the class has one implementation, and no flags
     try:
-        instance = kind(params, **settings, **flag)
+        return kind(params, **settings, **flag)
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
-    return under_scaler(name, instance, params)
 
 
 def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -196,9 +191,9 @@ def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
     """
     if name == "fused":
         raise NotImplementedError(f"torch has no {optimizer}, and pytorch_optimizer none fused")
-    peer = _PEERS[optimizer]
     module: Any = importlib.import_module("pytorch_optimizer")
-    instance = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
+    kind = getattr(module, "Lamb" if optimizer == "LAMB" else optimizer)
+    instance = kind(list(params), foreach=name == "foreach", **_PEERS[optimizer])
     if optimizer == "LAMB":
         instance.clamp = math.inf  # by default it clamps weight norms to 10, ampopt's does not
     return instance
@@ -290,7 +285,7 @@ def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) 
     kind = getattr(module, optimizer, None)
     if kind is None:
         raise NotImplementedError(f"optimi has no {optimizer}")
-    return kind(params, lr=1e-3, triton=True, **settings)
+    return kind(params, **{**_LR, **settings}, triton=True)
 
 
 def _deepspeed(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:

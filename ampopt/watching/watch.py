@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -301,13 +301,9 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics of this rank, for ``torch.load(weights_only=True)``. Synchronizes."""
-        snapshot = self._snapshot()
-        return {
-            "steps": snapshot.steps,
-            "parameters": {name: list(row) for name, row in snapshot.parameters.items()},
-            "totals": list(snapshot.totals),
-            "recent": [list(entry) for entry in snapshot.recent],
-        }
+        state_dict = asdict(self._snapshot())
+        del state_dict["by_rank"]  # those ranks may be others in the run that loads it
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the statistics by saved ones.
@@ -439,17 +435,19 @@ class Watch:
                     self._places[id(param)] = (param.device, len(names))
                     names.append(gradients.name_at(group, index, position))
         for device, names in self._names.items():
-            old = self._statistics.by_device.get(device)
-            if old is None or old.places < len(names):
+            known = self._statistics.by_device
+            if device not in known:
+                known[device] = zeros(0, self._last, _memory(device))
+            old = known[device]
+            if old.places < len(names):
                 new = zeros(len(names), self._last, _memory(device))
-                self._statistics.by_device[device] = new
                 new.parameters[:, 0] = UNSEEN
-                first = 0 if old is None else old.places
-                self._found.append(StartingNorms(device, first, self._norms(device)[first:]))
-                if old is not None:
-                    new.parameters[: old.places] = old.parameters
-                    new.totals.copy_(old.totals)
-                    new.ring.copy_(old.ring)
+                new.parameters[: old.places] = old.parameters
+                new.totals.copy_(old.totals)
+                new.ring.copy_(old.ring)
+                known[device] = new
+                norms = self._norms(device)[old.places :]
+                self._found.append(StartingNorms(device, old.places, norms))
 
     @torch.no_grad()
     def _norms(self, device: torch.device) -> Tensor:
