@@ -21,13 +21,13 @@ ParamKind = tuple[int, torch.dtype]
 
 
 _ARGUMENTS = {
-    "update": ("(p, g, state, h, flags) or (p, g, state, h, flags, at)", (5, 6)),
-    "reduce": ("(p, g, state, h, flags)", (5,)),
-    "averages": ("(p, g, state, h, flags)", (5,)),
-    "before_reduce": ("(s, h, flags)", (3,)),
-    "factors": ("(means, state, h, flags)", (4,)),
+    "update": ("p, g, state, h, flags, at", 5),
+    "reduce": ("p, g, state, h, flags", 5),
+    "averages": ("p, g, state, h, flags", 5),
+    "before_reduce": ("s, h, flags", 3),
+    "factors": ("means, state, h, flags", 4),
 }
-"""The arguments of each function of a rule but ``scalars``, and how many these are."""
+"""The arguments of each function of a rule but ``scalars``, and how many of them it must take."""
 
 
 @jit
@@ -193,17 +193,28 @@ class Rule:
                 )
 
     def _check_arguments(self) -> None:
-        """Raise ``TypeError`` for a function of the rule that takes another number of arguments."""
-        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), as the rule has reduce"
-        if not self.reduces:
-            takes = "(s, h) or (s, h, flags), as the rule has no reduce to sum anything up"
-        of_scalars = (takes, (4, 5) if self.reduces else (2, 3))
-        for role, (takes, numbers) in {**_ARGUMENTS, "scalars": of_scalars}.items():
-            function = getattr(self, role)
-            if function is not None and _arguments(function) not in numbers:
-                raise TypeError(
-                    f"Rule {role} must take {takes}, but it takes {_arguments(function)} arguments"
-                )
+        """Raise ``TypeError`` for a function of the rule that takes other arguments."""
+        if self.reduces and self.scalars is keep:
+            raise TypeError(
+                "Rule reduce needs scalars, a function that gets the sums: scalars(s, h, flags, "
+                "sums) or scalars(s, h, flags, sums, totals)"
+            )
+        of_scalars = ("s, h, flags, sums, totals", 4) if self.reduces else ("s, h, flags", 2)
+        for role, (arguments, least) in {**_ARGUMENTS, "scalars": of_scalars}.items():
+            if (function := getattr(self, role)) is None:
+                continue
+            names, most = _arguments(function), arguments.split(", ")
+            allowed = [most[:n] for n in range(least, len(most) + 1)]
+            takes = f"Rule {role} must take " + " or ".join(f"({', '.join(x)})" for x in allowed)
+            if role == "scalars":
+                takes += ", as the rule has "
+                takes += "reduce" if self.reduces else "no reduce to sum anything up"
+            if names[:1] == ["self"]:
+                raise TypeError(f"Rule {role} must be a function, not a method: leave out self")
+            if len(names) not in map(len, allowed):
+                raise TypeError(f"{takes}, but it takes {len(names)} arguments")
+            if names not in allowed and sorted(names) in map(sorted, allowed):
+                raise TypeError(f"{takes}, in this order, not {tuple(names)}")
 
     def _check_averages(self) -> None:
         """Raise if the fields about averages, and the states of rows and columns, do not fit."""
@@ -239,12 +250,12 @@ class Rule:
     @functools.cached_property
     def draws(self) -> bool:
         """Whether ``update`` takes a sixth argument ``at``, for ``rand`` and ``randn``."""
-        return _arguments(self.update) > 5
+        return len(_arguments(self.update)) > 5
 
     @functools.cached_property
     def scalars_arguments(self) -> int:
         """Number of arguments of ``scalars``, a prefix of ``(s, h, flags, sums, totals)``."""
-        return _arguments(self.scalars)
+        return len(_arguments(self.scalars))
 
     @functools.cached_property
     def with_float64_scalars(self) -> "Rule":
@@ -352,7 +363,7 @@ class Rule:
             language: as for ``bind``.
         """
         function = getattr(self, role)
-        n, bound = _arguments(function), torch_language.bind(function, language)
+        n, bound = len(_arguments(function)), torch_language.bind(function, language)
         return lambda *arguments: bound(*arguments[:n])
 
     def on_tensors(self, role: str, dtype: torch.dtype) -> Callable[..., Any]:
@@ -464,9 +475,9 @@ def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | Non
     return tuple(codecs)
 
 
-def _arguments(function: Any) -> int:
-    """The number of arguments of a function of a rule, marked with ``jit`` or not."""
-    return len(inspect.signature(getattr(function, "fn", function)).parameters)
+def _arguments(function: Any) -> list[str]:
+    """The names of the arguments of a function of a rule, marked with ``jit`` or not."""
+    return list(inspect.signature(getattr(function, "fn", function)).parameters)
 
 
 def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:

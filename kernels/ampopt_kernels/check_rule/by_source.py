@@ -16,7 +16,7 @@ _LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
 
 
 def check(function: Function) -> None:
-    """Refuse ``assert``, ``raise``, ``try``, ``print``, recursion, and ``math.sqrt(2)``.
+    """Refuse ``assert``, ``raise``, ``try``, ``print``, recursion, ``math.sqrt``, ``tl.math.sqrt``.
 
     Does nothing where Python has no source of the function.
 
@@ -48,16 +48,17 @@ def _refused(node: Any, fn: types.FunctionType, outer: dict[str, Any]) -> str | 
         return "assert, raise or catch"
     if not isinstance(node, ast.Call):
         return None
-    root = node.func
+    root, depth = node.func, 0
     while isinstance(root, ast.Attribute):
-        root = root.value
+        root, depth = root.value, depth + 1
     if not isinstance(root, ast.Name):
         return None
     value = outer.get(root.id)
     if hasattr(value, "fn") and fn in authored(value):
         return "call itself"
     of_language = isinstance(value, types.ModuleType) and value.__name__ in _LANGUAGES
-    known = value is None or of_language or hasattr(value, "fn") or isinstance(value, type)
+    in_language = of_language and depth < 2  # tl.math.sqrt is not the sqrt of every backend
+    known = value is None or in_language or hasattr(value, "fn") or isinstance(value, type)
     if known and root.id != "print":
         return None
     return f"call {ast.unparse(node.func)}"

@@ -96,7 +96,10 @@ class Function:
         )
         message = message.replace("'_Given'", "'tuple'")
         of_length = "to unpack" in message or "out of range" in message
-        return self.refused(message, line, declared if of_length else None)
+        instead = declared if of_length else None
+        if isinstance(error, NameError) and repr(error.name) in declared:
+            instead = f"Unpack h, state or flags first, as lr, beta = h. {declared}"
+        return self.refused(message, line, instead)
 
     def returned(self, what: str) -> ValueError:
         """An error that says ``what`` the function returned, and what to return."""

@@ -46,7 +46,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
         for name, values in passed.items():
             if len(values) != len(without[name]):
                 raise functions[name].returned(
-                    f"{len(values)} numbers {_under(rule, flags)}, and {len(without[name])} "
+                    f"{len(values)} numbers{_under(rule, flags)}, and {len(without[name])} "
                     "without flags: return the same number whatever the flags are"
                 )
         before_means = "before_reduce" if rule.reduces else "scalars"
@@ -119,8 +119,8 @@ class _Flag(int):
 
 
 def _under(rule: Rule, flags: tuple[bool, ...]) -> str:
-    """The flags by name, in words."""
-    return f"under flags {dict(zip(rule.flags, flags, strict=True))}"
+    """The flags by name, in words, after a space; empty if there are none."""
+    return f" under flags {dict(zip(rule.flags, flags, strict=True))}" if flags else ""
 
 
 def _given_flags(rule: Rule, flags: tuple[bool, ...]) -> _Given:
@@ -130,8 +130,7 @@ def _given_flags(rule: Rule, flags: tuple[bool, ...]) -> _Given:
 
 def _given_states(rule: Rule, flags: tuple[bool, ...], names: Sequence[str]) -> _Given:
     """The argument ``state``, with a block for each of ``names``."""
-    under = f" {_under(rule, flags)}" if flags else ""
-    declared = f"declares {len(names)}, state={[*names]}{under}"
+    declared = f"declares {len(names)}, state={[*names]}{_under(rule, flags)}"
     return _Given("state", (_block(),) * len(names), declared)
 
 
@@ -141,7 +140,8 @@ def _passed_on(
     """What ``before_reduce``, ``reduce`` and ``scalars`` pass on to the functions after them."""
     scalars = [part.name for part in rule.scalar_state]
     s = _numbers("s", len(scalars), f"declares {len(scalars)}, scalar_state={scalars}")
-    h = _numbers("h", n_hyper, f"declares {n_hyper}, hyper={rule.hyper}")
+    flattened = ", with tuples flattened" * (n_hyper != len(rule.hyper))
+    h = _numbers("h", n_hyper, f"declares {n_hyper}, hyper={rule.hyper}{flattened}")
     of_flags, sums = _given_flags(rule, flags), _numbers("sums", 0, "")
 
     def h_after(function: Function, *arguments: _Given) -> _Given:
@@ -189,7 +189,7 @@ def _check_update(rule: Rule, flags: tuple[bool, ...], h: _Given, function: Func
     at = (Program(torch.float32),) * rule.draws
     result = _call(function, _block(), _block(), state, h, _given_flags(rule, flags), *at)
     p, new = function.pair(result, f"the new p and a tuple of {len(states)} states, {states}")
-    _check_states(function, new, states, f"states {_under(rule, flags)}")
+    _check_states(function, new, states, f"states{_under(rule, flags)}")
     _check_blocks(function, {"p": p, **dict(zip(states, new, strict=True))})
 
 
@@ -214,9 +214,12 @@ def _count_terms(function: Function, *arguments: Any) -> int:
 def _check_states(function: Function, new: Any, names: Sequence[str], what: str) -> None:
     """Refuse ``new`` states that are not a tuple with one for each of ``names``."""
     if not isinstance(new, tuple) or len(new) != len(names):
+        comma = ". A tuple of one needs the comma" * (
+            len(names) == 1 and not isinstance(new, tuple)
+        )
         raise function.returned(
             f"{described(new)} as {what}, but the rule declares {len(names)}, {names}: return one "
-            "for each, in their order"
+            f"for each, in their order{comma}"
         )
 
 

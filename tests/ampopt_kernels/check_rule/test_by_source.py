@@ -30,6 +30,16 @@ def calls_math(p, g, state, h, flags):
 
 
 @jit
+def calls_math_of_triton(p, g, state, h, flags):
+    return p - tl.math.sqrt(h[0]) * g, state  # here
+
+
+@jit
+def gives_arguments_by_name(p, g, state, h, flags):
+    return p - h[0] * tl.where(g > 0, x=g, y=p), state  # here
+
+
+@jit
 def calls_numpy(p, g, state, h, flags):
     return p - h[0] * np.sign(g), state  # here
 
@@ -137,6 +147,18 @@ def plain(p, g, state, h, flags):
             "Write minimum(maximum(x, low), high)",
         ),
         ({"update": calls_math}, calls_math, "cannot call math.sqrt", "Write tl.sqrt(x)"),
+        (
+            {"update": calls_math_of_triton},
+            calls_math_of_triton,
+            "cannot call tl.math.sqrt",
+            "Write tl.sqrt(x)",
+        ),
+        (
+            {"update": gives_arguments_by_name},
+            gives_arguments_by_name,
+            "unexpected keyword argument",
+            "Pass arguments by position",
+        ),
         (
             {"update": calls_numpy},
             calls_numpy,

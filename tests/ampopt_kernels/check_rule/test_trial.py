@@ -237,7 +237,8 @@ def nothing(p, g, state, h, flags):
     ("function", "returned"),
     [
         (param_alone, "returned a block"),
-        (bare_state, "returned a block as states"),
+        (bare_state, "returned a block as states, but the rule declares 1"),
+        (bare_state, "in their order. A tuple of one needs the comma"),
         (nothing, "returned None: return the new p and a tuple of 1 states"),
     ],
 )
@@ -293,6 +294,40 @@ def test_a_hyperparameter_that_is_not_declared_is_refused(function, reads):
     rule = Rule(update=function, hyper=HYPER)
     declaration = "declares 2, hyper=('lr', 'decay')"
     assert_refused(rule, place_of(function, 2), declaration, reads)
+
+
+@jit
+def forgets_to_unpack_h(p, g, state, h, flags):
+    return p - lr * g, state  # noqa: F821
+
+
+@jit
+def unpacks_without_a_comma(p, g, state, h, flags):
+    average = state
+    return p - h[0] * average, state
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "instead"),
+    [
+        (forgets_to_unpack_h, 2, "Unpack h, state or flags first, as lr, beta = h. The rule decl"),
+        (unpacks_without_a_comma, 3, "unpack them, as (m,) = state, or read state[0]"),
+    ],
+)
+def test_a_tuple_that_is_not_unpacked_is_refused_with_how_to_unpack_it(function, line, instead):
+    rule = Rule(update=function, hyper=HYPER, state=STATE)
+    assert_refused(rule, place_of(function, line), instead)
+
+
+def test_a_hyperparameter_that_is_a_tuple_counts_as_its_numbers():
+    class Author(ampopt.ElementwiseOptimizer):
+        rule = Rule(update=unpacks_three_hypers, hyper=("betas",))
+
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    message = r"declares 2, hyper=\('betas',\), with tuples flattened"
+    with pytest.raises(ValueError, match=message):
+        Author([param], {"betas": (0.5, 0.5)}).step()
 
 
 def test_a_hyperparameter_that_no_group_has_is_refused():
@@ -605,6 +640,16 @@ def plain(p, g, state, h, flags):
     return p, state
 
 
+@jit
+def method(self, p, g, state, h, flags):
+    return p, state
+
+
+@jit
+def gradient_first(g, p, state, h, flags):
+    return p, state
+
+
 @pytest.mark.parametrize(
     "declare, error, message",
     [
@@ -615,6 +660,12 @@ def plain(p, g, state, h, flags):
             r"update must take \(p, g, state, h, flags\) or .* takes 2 arguments",
         ),
         (lambda: Rule(update=one_state, hyper=(), scalars=plain), TypeError, "Rule scalars"),
+        (lambda: Rule(update=method, hyper=()), TypeError, "not a method: leave out self"),
+        (
+            lambda: Rule(update=gradient_first, hyper=()),
+            TypeError,
+            r"must take \(p, g, .*, in this order, not \('g', 'p', ",
+        ),
         (
             lambda: Rule(update=one_state, hyper=(), state=(State("a", when="nesterov"),)),
             ValueError,
