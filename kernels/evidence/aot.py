@@ -24,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,44 @@ from evidence import machine_code
 __all__ = ["Case", "RecordedLaunch", "Report", "cases", "count_hyper", "launches", "main"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-REQUESTS = (
-    "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
-    "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
-    "skip checks",
-)  # fmt: skip
+
+
+class _Checks:
+    """A skip condition with a check of every kind, in place of an ``ampopt.skip_when``."""
+
+    def checks(self, device: torch.device) -> list[Check]:
+        """One check of each kind; see :attr:`Request.causes`."""
+        running, window = (
+            torch.zeros(n, dtype=torch.float64, device=device)
+            for n in (RUNNING, 2 + LONGEST_WINDOW)
+        )
+        last = Window(LONGEST_WINDOW, latest=0, correction=1, leaves_out=0)
+        return [
+            Check(2.0, of_norm=1.0, limit=1.0),
+            Check(2.0, of_norm=1.0, deviations=1.0, warmup=2.0, statistics=running),
+            Check(3.0, of_norm=0.0, deviations=1.0, window=last, statistics=window),
+        ]
+
+
+_SCALE, _POLICY = torch.ones(()), PolicyConstants(*[0.5] * len(PolicyConstants._fields))
+_SCALED = Request(scale=_SCALE, policy=_POLICY, counters=torch.zeros(2, dtype=torch.int32))
+_ACCUMULATE = Request(scale=_SCALE, accumulate=True, apply=False)
+REQUESTS = {
+    "scaled": _SCALED,
+    "plain": Request(check=False),
+    "flag given": Request(scale=_SCALE, found_inf=torch.zeros(())),
+    "norm": Request(check=False, max_norm=1.0),
+    "scaled norm": Request(scale=_SCALE, max_norm=1.0),
+    "unscale": Request(scale=_SCALE, write=True, apply=False),
+    "unaligned": Request(scale=_SCALE),
+    "watched": Request(scale=_SCALE, measure=True),
+    "accumulate": _ACCUMULATE,
+    "accumulate anew": _ACCUMULATE,
+    "accumulate or reject": replace(_ACCUMULATE, found_inf=torch.zeros(())),
+    "by chance": Request(check=False),
+    "by chance in columns": Request(check=False),
+    "skip checks": replace(_SCALED, max_norm=1.0, causes=(_Checks(),), loss=torch.zeros(())),
+}
 """Kinds of steps; see :func:`launches`. The first is compiled for all rules, the others for one."""
 SMALL_STATES = ("8 bits", "16 bits", "8 bits in columns")
 """Further kinds of steps, whose states have codecs."""
@@ -75,7 +108,7 @@ class Case:
         rule: name of the rule in ``ampopt_kernels.rules``.
         flags: values of the rule's flags.
         dtype: dtype of the parameter.
-        request: one of ``REQUESTS``.
+        request: one of ``REQUESTS``, ``SMALL_STATES`` or ``LOW_MASTERS``.
         masters: whether the parameter has a float32 master weight.
     """
 
@@ -212,23 +245,6 @@ class Report:
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
 
 
-class _Checks:
-    """A skip condition with a check of every kind, in place of an ``ampopt.skip_when``."""
-
-    def checks(self, device: torch.device) -> list[Check]:
-        """One check of each kind; see :attr:`Request.causes`."""
-        running, window = (
-            torch.zeros(n, dtype=torch.float64, device=device)
-            for n in (RUNNING, 2 + LONGEST_WINDOW)
-        )
-        last = Window(LONGEST_WINDOW, latest=0, correction=1, leaves_out=0)
-        return [
-            Check(2.0, of_norm=1.0, limit=1.0),
-            Check(2.0, of_norm=1.0, deviations=1.0, warmup=2.0, statistics=running),
-            Check(3.0, of_norm=0.0, deviations=1.0, window=last, statistics=window),
-        ]
-
-
 def launches(case: Case) -> list[RecordedLaunch]:
     """The launches of the step that ``case`` describes, in order."""
     from ampopt_kernels.triton.backend import Triton
@@ -278,37 +294,8 @@ def launches(case: Case) -> list[RecordedLaunch]:
     if case.request.startswith("accumulate"):
         row = ParamRow(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
         work = Work(torch.device("cpu"), [row], [tensor(low)])
-    scale = torch.ones(())
-    scaled = Request(
-        scale=scale,
-        policy=PolicyConstants(*[0.5] * len(PolicyConstants._fields)),
-        counters=torch.zeros(2, dtype=torch.int32),
-    )
-    request = {
-        **dict.fromkeys(("scaled", *SMALL_STATES, *LOW_MASTERS), scaled),
-        "plain": Request(check=False),
-        "flag given": Request(scale=scale, found_inf=torch.zeros(())),
-        "norm": Request(check=False, max_norm=1.0),
-        "scaled norm": Request(scale=scale, max_norm=1.0),
-        "unscale": Request(scale=scale, write=True, apply=False),
-        "unaligned": Request(scale=scale),
-        "watched": Request(scale=scale, measure=True),
-        "skip checks": Request(
-            scale=scale,
-            max_norm=1.0,
-            policy=scaled.policy,
-            counters=scaled.counters,
-            causes=(_Checks(),),
-            loss=torch.zeros(()),
-        ),
-        "by chance": Request(check=False),
-        "by chance in columns": Request(check=False),
-        "accumulate": Request(scale=scale, accumulate=True, apply=False),
-        "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
-        "accumulate or reject": Request(
-            scale=scale, found_inf=torch.zeros(()), accumulate=True, apply=False
-        ),
-    }[case.request]
+    is_scaled = case.request in (*SMALL_STATES, *LOW_MASTERS)
+    request = _SCALED if is_scaled else REQUESTS[case.request]
     recordings: list[RecordedLaunch] = []
 
     def record(device: Any, variant: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -351,7 +338,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
             if (dtype == "bfloat16" and has(name, "masters")) or (dtype == "float16" and not quick):
                 yield Case(name, flags, dtype, masters=True)
         if name == names[0]:
-            for request in REQUESTS[1:]:
+            for request in list(REQUESTS)[1:]:
                 if request.startswith("by chance") and dtype != "bfloat16":
                     continue  # only bfloat16 is rounded stochastically
                 yield Case(name, every[0], dtype, request)
