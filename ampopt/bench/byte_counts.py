@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ampopt
+from ampopt._step.gradients import params_of
 from ampopt._step.hyperparameters import kind_of
 from ampopt_kernels.rule import Rule
 
@@ -23,8 +24,8 @@ def bytes_allocated(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) 
         params: parameters of the model.
         optimizer: their optimizer after its first step, or that of copies of them, which count too.
     """
-    optimizer_params = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors = [tensor for param in (*params, *optimizer_params) for tensor in (param, param.grad)]
+    every = (*params, *params_of(optimizer.param_groups))
+    tensors = [tensor for param in every for tensor in (param, param.grad)]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

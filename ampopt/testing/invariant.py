@@ -48,7 +48,8 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Any) -> Any:
         claims = ("plain_steps", *claims)
 
     def mark(body: Callable[..., None]) -> Callable[..., None]:
-        body._invariant = (claims, arguments)  # type: ignore[attr-defined]
+        body._invariant = claims, arguments  # type: ignore[attr-defined]
+        body._body = body  # type: ignore[attr-defined]
         return body
 
     return mark
@@ -56,9 +57,7 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Any) -> Any:
 
 def marked_function(cls: type, name: str) -> Any:
     """The function marked by ``invariant`` that ``name`` is or wraps; ``None`` if there is none."""
-    function = inspect.getattr_static(cls, name)
-    function = getattr(function, "_body", function)
-    return function if hasattr(function, "_invariant") else None
+    return getattr(inspect.getattr_static(cls, name), "_body", None)
 
 
 def as_test(cls: Any, name: str, body: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ampopt._step.by_rule import RuleStep
-from ampopt._step.gradients import name_of
+from ampopt._step.gradients import name_of, params_of
 from ampopt._step.plan import Plan
 from ampopt._step.step_hooks import run_step_hooks
 from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree, version
@@ -186,7 +186,7 @@ class CapturedSteps:
                     "change buffers in place, as in self.buffer.copy_(value), or leave cuda_graph "
                     "out"
                 )
-            before, params = self._gradients, self._params()
+            before, params = self._gradients, list(params_of(self._optimizer.param_groups))
             self._gradients = [(p, p.grad) for p in params if p.grad is not None]
             self._trainable = [p.requires_grad for p in params]
             self._last_step = self._optimizer._ampopt.runner.decision, self._records()
@@ -278,10 +278,6 @@ class CapturedSteps:
         pairs = zip(self._gradients, self._zeroed_versions, strict=True)
         return {p for (p, grad), old in pairs if p.grad is grad and version(grad) == old}
 
-    def _params(self) -> list[Any]:
-        """All parameters of the optimizer."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
     def _refuse_others(self, others: set[Tensor]) -> None:
         """Raise if some parameters had a gradient in one step and none in another.
 
@@ -310,7 +306,8 @@ class CapturedSteps:
         """
         steps, capture = self._optimizer._ampopt.runner, self._capture
         plan = steps.plan
-        if [p.requires_grad for p in self._params()] != self._trainable:
+        params = params_of(self._optimizer.param_groups)
+        if [p.requires_grad for p in params] != self._trainable:
             return False
         if plan is None or not plan.reusable:  # capturing it is an error; see _check
             return capture is None

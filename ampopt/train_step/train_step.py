@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._argument_checks import check_count
+from ampopt._step.gradients import params_of
 from ampopt._step.torch_private import pytree
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.arguments import check_max_norm
@@ -410,7 +411,7 @@ def _check_steps_model(model: Any, optimizer: Optimizer) -> None:
     """Raise ``ValueError`` if ``optimizer`` has no parameter of ``model``, a module with some."""
     if not isinstance(model, torch.nn.Module):
         return
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, params_of(optimizer.param_groups)))
     names = [name for name, _ in model.named_parameters()]
     if names and own.isdisjoint(map(id, model.parameters())):
         raise ValueError(

@@ -94,7 +94,7 @@ class Watch:
         self.optimizer = optimizer
         self._last, self._steps = last, 0
         self._n_forgotten = 0  # steps before those in the ring of a loaded state
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        first = next(gradients.params_of(optimizer.param_groups), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._statistics = Statistics({self._device: zeros(0, last, _memory(self._device))}, {})
         # What is not in the statistics yet.
@@ -207,7 +207,7 @@ class Watch:
         }
         return report.in_words(
             as_dict(snapshot, alone=self._decides_alone()),
-            float16=any(p.dtype == torch.float16 for group in groups for p in group["params"]),
+            float16=any(p.dtype == torch.float16 for p in gradients.params_of(groups)),
             norms=norms,
             learning_rates=[float(group["lr"]) for group in groups if "lr" in group],
         )
@@ -454,11 +454,10 @@ class Watch:
         """The norms of the parameters on ``device``, or of their shards here: widest, 1-d."""
         wide = widest(device)
         norms = [torch.zeros((), dtype=wide, device=device)] * len(self._names[device])
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                on, place = self._places[id(param)]
-                if on == device:
-                    norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
+        for param in gradients.params_of(self.optimizer.param_groups):
+            on, place = self._places[id(param)]
+            if on == device:
+                norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
         return torch.stack(norms)
 
     def _tell(self) -> None:
