@@ -25,6 +25,7 @@ from ampopt.options import (
 from ampopt_kernels.check_rule import try_out
 from ampopt_kernels.memory import overlaps_itself
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Checks", "PlannedParam", "check_rule"]
 
@@ -136,8 +137,13 @@ class Checks(RefersToOptimizer):
                     like = likes.setdefault(entry, entries[entry])
                     check_numbers(f"{entry} of group {group}", entries[entry], like)
         flags, hyper = variants.flags(groups), variants.hyper(groups)
+        pairs = ((one.tensor, one.tensor.grad) for one in stepped_params)
+        dtypes = dict.fromkeys(
+            arithmetic(*(t.dtype.to_real() for t in pair if t is not None)) for pair in pairs
+        )
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
-            try_out(rule, own_flags, len(own_hyper), name)
+            for dtype in dtypes:
+                try_out(rule, own_flags, len(own_hyper), name, dtype)
         planned: list[PlannedParam] = []
         written: list[WrittenTensors] = []
         no_state: dict[str, Any] = {}

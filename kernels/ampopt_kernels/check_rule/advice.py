@@ -104,6 +104,7 @@ _BY_PATTERN = {
     r"'Name' object has no attribute 'func'": (
         "Write for i in tl.static_range(len(state)), with state[i]"
     ),
+    r"Loop-carried variable": "Before the loop, give it that type, as in total = p * 0 + total",
     r"attribute 'to'": "The seed and the step of rand are numbers of h, such as hyperparameters",
     r"cannot assert": ("Check settings in __init__ of the optimizer, or in check_step"),
     r"cannot call print": "Read the optimizer's state after a step, or see ampopt.Watch",

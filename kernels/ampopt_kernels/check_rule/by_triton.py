@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from traceback import FrameSummary
 from typing import Any
 
+import torch
+
 from ampopt_kernels.check_rule.function import Function, functions_of, own_codecs
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
@@ -86,7 +88,13 @@ def _scalars_kernel(
         tl.store(blocks + (N_SCALARS + i) * 128 + at, new_h[i])
 
 
-def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+def check(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    n_hyper: int,
+    owner: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Refuse a rule that Triton cannot compile. Does nothing if Triton cannot be imported.
 
     Takes tens of milliseconds.
@@ -96,6 +104,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
         flags: values of ``rule.flags``.
         n_hyper: number of hyperparameters, tuples flattened.
         owner: name of the optimizer class, for the message.
+        dtype: the dtype that the rule computes in.
 
     Raises:
         ValueError: Triton cannot compile a function of the rule. The message has the line, and what
@@ -104,7 +113,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
     name = next(filter(can_compile_for, ("sm_90", "gfx942")), None)
     if name is not None:
         target = gpu_target(name)
-        _compile(rule, flags, n_hyper, owner, lambda source: _intermediate(source, target))
+        _compile(rule, flags, n_hyper, owner, lambda source: _intermediate(source, target), dtype)
 
 
 def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
@@ -156,13 +165,14 @@ def _compile(
     n_hyper: int,
     owner: str,
     finish: Callable[[Any], None],
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Call ``finish`` on a kernel for each function of the rule, and explain its errors."""
     from triton.compiler.errors import CompilationError
 
     with warnings.catch_warnings(), compiler():
         warnings.simplefilter("ignore")  # deprecation warnings of Triton
-        for function, source in _sources(rule, flags, n_hyper, owner):
+        for function, source in _sources(rule, flags, n_hyper, owner, dtype):
             try:
                 finish(source)
             except CompilationError as error:
@@ -197,13 +207,14 @@ def _plain(message: str) -> str:
 
 
 def _sources(
-    rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str
+    rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str, dtype: torch.dtype
 ) -> Iterator[tuple[Function, Any]]:
     """The functions that run under ``flags``, each with a kernel to compile that calls it."""
     from triton.compiler import ASTSource
 
     functions, widths = functions_of(rule, owner), rule.widths(n_hyper)
     n_inputs = len(rule.inputs_for(flags))
+    pointer = "*fp64" if dtype == torch.float64 else "*fp32"
 
     def of_numbers(arguments: int, n_h: int) -> tuple[Any, ...]:
         sizes = {"N_SCALARS": len(rule.scalar_state), "N_H": n_h, "N_TERMS": widths.terms}
@@ -213,7 +224,7 @@ def _sources(
     def of_blocks(arguments: int, n_states: int, n_h: int, *, updates: bool) -> tuple[Any, ...]:
         sizes = {"N_STATES": n_states, "N_H": n_h, "UPDATES": updates}
         constants = {"ARGUMENTS": arguments, "FLAGS": flags, **sizes}
-        return _blocks_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, constants
+        return _blocks_kernel, dict.fromkeys(("blocks", "numbers"), pointer), constants
 
     kernels = {
         "scalars": of_numbers(rule.scalars_arguments, widths.reduce if rule.reduces else n_hyper),

@@ -17,14 +17,17 @@ __all__ = ["try_out"]
 
 
 @functools.cache
-def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
-    """Refuse a rule that does not keep to what it declares. Runs once for each set of flags.
+def try_out(
+    rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str, dtype: torch.dtype
+) -> None:
+    """Refuse a rule that does not keep to what it declares. Runs once for each set of arguments.
 
     Args:
         rule: the rule.
         flags: values of ``rule.flags``.
         n_hyper: number of hyperparameters, tuples flattened.
         owner: name of the optimizer class, for the message.
+        dtype: the dtype that the rule computes in, float32 or float64.
 
     Raises:
         ValueError: a function of the rule reads a state, hyperparameter or flag that the rule does
@@ -58,7 +61,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
             codec_trial.check(own)
         known_to_compile = rule.update.fn.__module__.startswith("ampopt_kernels.rules.")
         if not known_to_compile or coding:
-            by_triton.check(rule, flags, n_hyper, owner)
+            by_triton.check(rule, flags, n_hyper, owner, dtype)
 
 
 # A function runs on expressions, as when it is translated to C++. They have the operations that all

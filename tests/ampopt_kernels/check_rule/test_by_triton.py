@@ -245,6 +245,28 @@ def test_a_rule_is_compiled_under_the_flags_of_its_groups():
 
 
 @jit
+def narrow_at_first(p, g, state, h, flags):
+    total = sign(g)  # float32
+    for _ in range(2):
+        total = 0.5 * total + g
+    return p - h[0] * total, state
+
+
+@needs_triton
+def test_a_rule_is_compiled_in_the_dtypes_that_its_parameters_are_computed_in():
+    optimizer = optimizer_of(Rule(update=narrow_at_first, hyper=HYPER))
+    for dtype in (torch.bfloat16, torch.complex64, torch.float64, torch.complex128):
+        param = Parameter(torch.ones(3, dtype=dtype))
+        param.grad = torch.ones_like(param)
+        if dtype not in (torch.float64, torch.complex128):
+            optimizer([param]).step()
+            continue
+        with pytest.raises(ValueError, match=r"Loop-carried .*fp64.*total = p \* 0 \+ total"):
+            optimizer([param]).step()
+        assert param.eq(1).all()
+
+
+@jit
 def marked_number(p, g, state, h, flags):
     return p - DELTA * g, (DELTA * state[0] + g,)
 
@@ -314,7 +336,8 @@ def test_all_there_is_compiles():
     source = inspect.getsource(uses_all_there_is.fn) + inspect.getsource(all_in_update.fn)
     for name in documented(of_tl=True) | documented(of_tl=False):
         assert re.search(rf"\b(tl\.)?{name}\(", source), name
-    by_triton.check(ALL, (), 2, "Author")
+    for dtype in (torch.float32, torch.float64):
+        by_triton.check(ALL, (), 2, "Author", dtype)
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
@@ -323,4 +346,5 @@ def test_a_rule_passes_after_one_has_run(backend):
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     ampopt.Adam([param]).unscale_and_step(grads_scaled_by=2.0)
-    by_triton.check(ALL, (), 2, "Author")
+    for dtype in (torch.float32, torch.float64):
+        by_triton.check(ALL, (), 2, "Author", dtype)
