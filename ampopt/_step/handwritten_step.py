@@ -12,7 +12,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleRunner
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
-from ampopt._step.step_rollback import SkipPolicy, skip_policy_of
+from ampopt._step.step_rollback import LARGE, SkipPolicy, skip_policy_of
 from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
@@ -45,13 +45,14 @@ class HandwrittenStep(StepStrategy):
         make_state: StateMaker | None = None,
         never_written: frozenset[str] = frozenset(),
         step_has_collectives: bool = False,
+        most_copied: float = LARGE,
         runner: RuleRunner | None = None,
     ) -> None:
         """Store what is known of the step.
 
         Args:
             optimizer: the optimizer to step.
-            own_step: whether its class overrides the ``step`` that the next three arguments
+            own_step: whether its class overrides the ``step`` that the next four arguments
                 describe, so that they do not apply.
             make_state: ``make_state(optimizer, param)`` creates the state of a parameter with the
                 values it has before the first step. With it, no step adds state.
@@ -59,6 +60,7 @@ class HandwrittenStep(StepStrategy):
                 (see :class:`Snapshot`).
             step_has_collectives: whether the step works on whole ``DTensor``s, and so calls
                 collectives.
+            most_copied: see :class:`~ampopt._step.step_rollback.SkipPolicy`.
             runner: runs the rule in ``super().step()``, if ``step`` overrides that of a rule-based
                 optimizer.
         """
@@ -67,6 +69,7 @@ class HandwrittenStep(StepStrategy):
         )
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
+        self._most_copied = LARGE if own_step else most_copied
         self._runs_step = False
         self._decision: Decision | None = None
         self._decision_of_step: Decision | None = None
@@ -79,7 +82,7 @@ class HandwrittenStep(StepStrategy):
             return None
         if self.runner is not None and skip_by == "auto" and self.decision_device.type != "cpu":
             _warn_of_own_step(type(self.optimizer).__name__)
-        return skip_policy_of(skip_by, self.decision_device)
+        return skip_policy_of(skip_by, self.decision_device, most_copied=self._most_copied)
 
     # --- called by control points -----------------------------------------------------------------
 

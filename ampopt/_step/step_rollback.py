@@ -18,15 +18,20 @@ from ampopt._step.python_state import PythonState
 from ampopt._step.stale_memory import drop_in_collections
 from ampopt._step.storage_copies import StorageCopies
 from ampopt.backend import backend_for
+from ampopt_kernels.devices import captures
 from ampopt_kernels.step_data import Decision
 
-__all__ = ["Mode", "SKIP_BY", "SkipPolicy", "skip_policy_of"]
+__all__ = ["LARGE", "Mode", "SKIP_BY", "SkipPolicy", "skip_policy_of"]
 
 Mode = Literal["host", "transaction"]
 
 SKIP_BY = ("auto", "host", "transaction", "step")
 """The values of :attr:`ampopt.Optimizer.skip_by`."""
 
+LARGE = 1 << 29
+"""Bytes of tensors beyond which ``"auto"`` reads the flag: on a GPU, to copy more takes about as
+long as the GPU waits for the CPU, or longer (see "A hand-written step" in ``kernels/RESULTS.md``).
+"""
 _ON_CPU = "tensors in the host's memory"
 _GROWTHS = 32
 """The number of steps that may add state: parameters can get their first gradients one by one."""
@@ -42,29 +47,35 @@ class SkipPolicy:
     * ``"host"``: read the flag first, which synchronizes, and call ``step()`` only if it is 0.
     * ``"transaction"``: call ``step()`` and roll it back on the device. If the step changes Python
       state, the mode becomes ``"host"``, unless it only adds state, as the first step does; also
-      if there is no memory for the copies.
+      if the copies are large, or there is no memory for them.
 
     Attributes:
         mode: how the next step is skipped.
         reason: why the mode became ``"host"``; ``None`` if it was so from the start, or is not.
         has_read_flag: whether the host has read the flag of the last step.
+        most_copied: see :meth:`__init__`.
         on_accelerator: the policy of an accelerator, if this one reads the flag only because that
             is free here; :func:`ampopt.profile` tries it. Else ``None``.
     """
 
-    def __init__(self, mode: Mode, *, mode_is_fixed: bool = False) -> None:
+    def __init__(
+        self, mode: Mode, *, mode_is_fixed: bool = False, most_copied: float = LARGE
+    ) -> None:
         """Store how to skip the first step.
 
         Args:
             mode: the mode of the first step.
             mode_is_fixed: whether the mode never changes: the user chose it, or reading the flag is
                 free. A transaction that cannot be rolled back on the device still reads the flag.
+            most_copied: the bytes of tensors beyond which the mode becomes ``"host"``.
         """
         self.mode: Mode = mode
         self.reason: str | None = None
         self.has_read_flag = False
         self.on_accelerator: SkipPolicy | None = None
         self._mode_is_fixed = mode_is_fixed
+        self.most_copied = most_copied
+        self._is_large = False  # whether only the size of the copies made the mode "host"
         self._growths = 0
         # Of the last step, as both take long to make anew.
         self._kept: tuple[PythonState, StorageCopies] | None = None
@@ -84,17 +95,18 @@ class SkipPolicy:
             Whether ``step()`` was called, and what it returned. A step that was rolled back was
             called; a step that was skipped on the host was not.
         """
-        self.has_read_flag = self.mode == "host"
-        if self.mode == "transaction":
+        self.has_read_flag = False
+        captured = captures(decision.skip.device)  # into a CUDA graph, where no flag can be read
+        if self.mode == "transaction" or (self._is_large and captured):
             state, copies = self._fitting(optimizer)
-            hidden = None if self._mode_is_fixed else state.hidden_object
-            reason = f"has state that cannot be inspected: {hidden}"
-            if hidden is None:
+            reason = None if self._mode_is_fixed else self._obstacle(state, copies, captured)
+            if reason is None:
                 outcome = self._transact(optimizer, step, decision.skip > 0, state, copies)
                 if outcome is not None:
                     return outcome
                 reason = "leaves no memory for copies of all tensors"
             self._read_flag_first(optimizer, reason)
+        self.has_read_flag = True
         if decision.coefficients_on_host.skip > 0:
             return False, None
         return True, step()
@@ -110,6 +122,15 @@ class SkipPolicy:
             state = PythonState(optimizer)
             self._kept = state, StorageCopies(state.tensors)
         return self._kept
+
+    def _obstacle(self, state: PythonState, copies: StorageCopies, captured: bool) -> str | None:
+        """Why the flag has to be read before the step; ``None`` if the step can be rolled back."""
+        if state.hidden_object is not None:
+            return f"has state that cannot be inspected: {state.hidden_object}"
+        self._is_large = copies.nbytes > self.most_copied
+        if self._is_large and not captured:
+            return f"has {copies.nbytes >> 20} MiB of tensors, and copies of them would take long"
+        return None
 
     def _transact(
         self,
@@ -175,7 +196,7 @@ class SkipPolicy:
 
     def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Choose the mode ``"host"``, and log the reason once."""
-        self.mode, self.reason, self.has_read_flag = "host", reason, True
+        self.mode, self.reason = "host", reason
         self._kept = None
         _log.info(
             "%s.step %s: before every step, the CPU waits to read the overflow flag",
@@ -184,12 +205,13 @@ class SkipPolicy:
         )
 
 
-def skip_policy_of(skip_by: str, device: torch.device) -> SkipPolicy:
+def skip_policy_of(skip_by: str, device: torch.device, *, most_copied: float = LARGE) -> SkipPolicy:
     """How to skip a step that does not read the flag itself.
 
     Args:
         skip_by: the value of :attr:`ampopt.Optimizer.skip_by`.
         device: the device of the decision.
+        most_copied: see :class:`SkipPolicy`; for ``"auto"``.
 
     Raises:
         ValueError: ``skip_by`` is not one of :data:`SKIP_BY`.
@@ -200,7 +222,7 @@ def skip_policy_of(skip_by: str, device: torch.device) -> SkipPolicy:
         )
     if skip_by in ("host", "transaction"):
         return SkipPolicy(skip_by, mode_is_fixed=True)  # type: ignore[arg-type]
-    on_accelerator = SkipPolicy("transaction")
+    on_accelerator = SkipPolicy("transaction", most_copied=most_copied)
     if not backend_for(device).host_sees:
         return on_accelerator
     policy = SkipPolicy("host", mode_is_fixed=True)

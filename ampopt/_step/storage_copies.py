@@ -5,7 +5,11 @@ it is skipped unless the step is to be undone. So it is one launch for hundreds 
 reads and writes nothing after a step that is kept.
 """
 
+import functools
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,41 +36,41 @@ _COPY = Rule(update=_take_gradient, hyper=())
 
 
 class StorageCopies:
-    """Copies of the storages of some tensors: all bytes, so also what only other views show."""
+    """Copies of the storages of some tensors: all bytes, so also what only other views show.
+
+    Attributes:
+        nbytes: the bytes that the copies take.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Find the storages of ``tensors``, and copy nothing yet."""
-        works: dict[tuple[torch.device, torch.dtype], Work] = {}
+        wholes: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for tensor in {storage_key(tensor): tensor for tensor in tensors}.values():
             whole = _whole(tensor)
-            kind = whole.device, whole.dtype
-            if kind not in works:
-                works[kind] = Work(whole.device, [], rule=_COPY)
-            works[kind].rows.append(ParamRow(whole.dtype, whole))
-        self._works = list(works.values())
+            wholes[whole.device, whole.dtype].append(whole)
+        self._parts = [_Part(own) for own in wholes.values()]
+        self.nbytes = sum(whole.nbytes for part in self._parts for whole in part.wholes)
 
     def make(self) -> None:
         """Copy all storages. Does not synchronize."""
-        for work in self._works:
-            copies = [torch.empty_like(whole) for whole in _wholes(work)]
-            torch._foreach_copy_(copies, _wholes(work))  # pyright: ignore[reportPrivateImportUsage]
-            work.refresh(copies, ((),))
-            backend = backend_for(work.device)
-            if not (backend.host_sees or captures(work.device)):
-                backend.prepare(work, Request(), decides=False)
+        for part in self._parts:
+            part.copy()
+            backend = backend_for(part.device)
+            if not (backend.host_sees or captures(part.device)):
+                backend.prepare(part.work, Request(), decides=False)
 
     def drop(self) -> None:
         """Free the memory of the copies."""
-        for work in self._works:
-            work.release()
+        for part in self._parts:
+            part.work.release()
 
     def restore(self) -> None:
         """Copy everything back, also to storages that were resized since."""
-        for work in self._works:
-            for whole in _wholes(work):
+        for part in self._parts:
+            for whole in part.wholes:
                 if (storage := whole.untyped_storage()).nbytes() != whole.nbytes:
                     storage.resize_(whole.nbytes)
-            torch._foreach_copy_(_wholes(work), work.grads)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(part.wholes, part.work.grads)  # pyright: ignore[reportPrivateImportUsage]
 
     def restore_where(self, skip: Tensor) -> None:
         """Copy everything back where ``skip`` is true; synchronizes only if ``skip`` is on the CPU.
@@ -81,13 +85,13 @@ class StorageCopies:
                 self.restore()
             return
         keeps: dict[torch.device, Decision] = {}
-        for work in self._works:
-            device = work.device
+        for part in self._parts:
+            device = part.device
             if device.type == "cpu" != skip.device.type:
                 continue
             if captures(device):  # the table of an update would have to be sent
                 flag = to_device(skip, device)
-                for whole, copy in zip(_wholes(work), work.grads, strict=True):
+                for whole, copy in zip(part.wholes, part.work.grads, strict=True):
                     torch.where(flag, copy, whole, out=whole)
                 continue
             if device not in keeps:
@@ -95,21 +99,42 @@ class StorageCopies:
                 coefficients = torch.ones(3, dtype=keep.dtype, device=device)
                 coefficients[0] = keep
                 keeps[device] = Decision(keep, coefficients)
-            backend_for(device).update(work, keeps[device])
+            backend_for(device).update(part.work, keeps[device])
 
     def differ_on_cpu(self) -> bool:
         """Whether a storage on the CPU differs from its copy."""
         return any(
             not torch.equal(whole, copy)
-            for work in self._works
-            if work.device.type == "cpu"
-            for whole, copy in zip(_wholes(work), work.grads, strict=True)
+            for part in self._parts
+            if part.device.type == "cpu"
+            for whole, copy in zip(part.wholes, part.work.grads, strict=True)
         )
 
 
-def _wholes(work: Work) -> list[Tensor]:
-    """The storages of ``work``."""
-    return [row.param for row in work.rows]  # type: ignore[misc]
+class _Part:
+    """The storages of one device that are copied as integers of one dtype.
+
+    Attributes:
+        device: their device.
+        wholes: the storages, as 1-d tensors.
+        work: the update that restores them.
+    """
+
+    def __init__(self, wholes: list[Tensor]) -> None:
+        """Store the storages, of which there is at least one."""
+        self.device, self.wholes = wholes[0].device, wholes
+        self.work = Work(self.device, [ParamRow(w.dtype, w) for w in wholes], rule=_COPY)
+        self._sizes = [whole.numel() for whole in wholes]
+        ends = accumulate(self._sizes, initial=0)
+        self._offsets = [end * wholes[0].itemsize for end in ends][:-1]
+
+    def copy(self) -> None:
+        """Copy the storages to one block of memory, as hundreds of allocations take longer."""
+        block = torch.cat(self.wholes)
+        begin = block.data_ptr()
+        addresses = array("q", [begin + offset for offset in self._offsets])
+        copies = functools.partial(block.split, self._sizes)
+        self.work.refresh(copies, ((),), addresses=addresses)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Muon, a drop-in for ``torch.optim.Muon``."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,12 @@ class Muon(Optimizer, torch.optim.Muon):
         **options: see :class:`ampopt.options.OptimizerOptions`.
     """
 
-    _ampopt = StrategyAttribute(HandwrittenStep, make_state=_make_state, step_has_collectives=True)
+    _ampopt = StrategyAttribute(
+        HandwrittenStep,
+        make_state=_make_state,
+        step_has_collectives=True,
+        most_copied=math.inf,  # its step takes much longer than any copies
+    )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -222,7 +222,7 @@ def test_a_step_set_on_the_instance_is_run_and_rolled_back():
 
 
 @pytest.mark.parametrize("skip_by", ["auto", "transaction"])
-@pytest.mark.parametrize("lacks", ["empty_like", "_foreach_lerp_"])
+@pytest.mark.parametrize("lacks", ["cat", "_foreach_lerp_"])
 def test_where_a_copy_of_all_tensors_does_not_fit_the_host_reads_the_flag(
     lacks, skip_by, monkeypatch
 ):
@@ -259,6 +259,35 @@ def test_where_a_copy_of_all_tensors_does_not_fit_the_host_reads_the_flag(
     assert seen(optimizer) == seen(clean)
     assert optimizer._ampopt.skip_policy.mode == "host"
     assert "memory" in optimizer._ampopt.skip_policy.reason
+
+
+@pytest.mark.parametrize("skip_by", ["auto", "transaction"])
+def test_where_copies_are_large_the_host_reads_the_flag_unless_a_graph_captures_the_step(
+    skip_by, monkeypatch
+):
+    def step(x: float) -> bool:
+        """Whether the host has read the flag."""
+        set_gradients(params, (x, x))
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        return optimizer._ampopt.skip_policy.has_read_flag
+
+    optimizer, params = made(Foreach)
+    optimizer.skip_by = skip_by
+    step(1.0)
+    step(1.0)
+    assert not step(1.0)
+    monkeypatch.setattr(optimizer._ampopt.skip_policy, "most_copied", 8)
+    before = seen(optimizer)
+    for captured in (False, True, False):
+        for module in ("step_rollback", "storage_copies"):
+            monkeypatch.setattr(f"ampopt._step.{module}.captures", lambda _, now=captured: now)
+        step(INF)
+        assert seen(optimizer) == before
+        assert step(1.0) == (skip_by == "auto" and not captured)
+        assert seen(optimizer) != before
+        before = seen(optimizer)
+    reason = optimizer._ampopt.skip_policy.reason
+    assert reason is None if skip_by == "transaction" else "MiB" in reason
 
 
 def test_a_step_is_not_taken_twice_if_there_is_no_memory_after_it(monkeypatch):
