@@ -114,8 +114,12 @@ class Optimizer(torch.optim.Optimizer):
         if getattr(base, "__func__", None) is torch.optim.Optimizer.__init__:
             # torch's message would name torch's class, which the user has not called.
             for name in kwargs.keys() - {"params", "defaults"}:
+                # Where the class takes the argument, its constructor has passed it on.
+                own = name in inspect.signature(type(self)).parameters
+                instead = f": pass it as super().__init__(params, {{{name!r}: {name}}})" * own
                 raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}"
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument "
+                    f"{name!r}{instead}"
                 )
         base(*args, **kwargs)
         _ = self._ampopt  # made now: losses that were scaled before do not concern its steps

@@ -44,9 +44,10 @@ class Lion(ampopt.ElementwiseOptimizer):
         update=lion_update, hyper=("lr", "betas", "weight_decay"), state=(State("exp_avg"),)
     )
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        """Store the settings as defaults; a param group may override them."""
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
+        """Store the settings as defaults; options are those of every rule, as master_weights."""
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **options)
 
 
 def train(digits: Digits, *, half: bool, steps: int) -> tuple[nn.Module, int]:

@@ -321,7 +321,7 @@ def test_custom_lion_steps_as_ampopts(custom_lion):
     ends = []
     for cls in (custom_lion["Lion"], ampopt.Lion):
         p = torch.nn.Parameter(torch.linspace(-2, 1, 8))
-        optimizer = cls([p], lr=0.125, betas=(0.5, 0.75), weight_decay=0.25)
+        optimizer = cls([p], lr=0.125, betas=(0.5, 0.75), weight_decay=0.25, master_weights=True)
         for grad in (torch.linspace(-1, 3, 8), torch.linspace(2, -2, 8)):
             p.grad = grad
             optimizer.unscale_and_step(grads_scaled_by=4.0)

@@ -112,7 +112,8 @@ class Replay:
             self.scale = self.next_scale
         raise self._error(
             "replays",
-            f"gradients still overflow after {self._max_replays} replays (max_replays)",
+            f"gradients still overflow after {self._max_replays} replays (max_replays), as they do "
+            "if the closure does not call zero_grad(), or ignores the scale that it is given",
         )
 
     def _evaluate_once(self) -> tuple[Any, bool, bool, Verdict]:

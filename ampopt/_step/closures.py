@@ -34,8 +34,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
     """Call ``closure`` with gradients enabled, as torch's optimizers do; ``None`` without one."""
     if closure is None:
         return None
-    if not callable(closure):
-        raise TypeError(f"a closure is a function that evaluates the loss, got {closure!r}")
+    _check_callable(closure)
     with torch.enable_grad():
         return closure()
 
@@ -243,17 +242,22 @@ def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
     return loss
 
 
+def _check_callable(closure: Any) -> None:
+    """Raise ``TypeError`` for what is passed as a closure, and cannot be called."""
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
+            "as in unscale_and_step(grads_scaled_by=scale)"
+        )
+
+
 def _check_closure(closure: Any) -> None:
     """Refuse a closure that cannot take the scale, before anything has run.
 
     Raises:
         TypeError: ``closure`` is not callable with one argument.
     """
-    if not callable(closure):
-        raise TypeError(
-            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
-            "as in unscale_and_step(grads_scaled_by=scale)"
-        )
+    _check_callable(closure)
     try:
         signature = inspect.signature(closure)
     except ValueError:  # some built-in callables have no signature

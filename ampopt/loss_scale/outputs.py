@@ -64,6 +64,8 @@ def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
             tensor that is not one floating-point element; a ``found_inf``; or on meta while an
             output is not.
     """
+    if isinstance(outputs, LossScale):
+        raise TypeError("the loss comes first: scale_outputs(loss, scale)")
     if scale is None:
         return outputs
     factor = _factor(scale)

@@ -241,6 +241,7 @@ def test_replays_are_bounded(form, cls, max_replays):
     assert len(training.scales) == 1 + max_replays
     assert error.reason == "replays"
     assert f"{max_replays} replays" in str(error)
+    assert "if the closure does not call zero_grad(), or ignores the scale" in str(error)
 
 
 @on_eager
@@ -471,6 +472,14 @@ def test_a_closure_that_cannot_take_the_scale_is_refused_before_it_runs(form, cl
         call = lambda: training.optimizer.unscale_and_step(closure, 2.0)  # noqa: E731
     else:
         call = lambda: training.optimizer.step_after_unscale(closure, 2.0)  # noqa: E731
+    refused(call, TypeError, match, training.optimizer, ran=False)
+
+
+@on_eager
+def test_a_scale_as_the_closure_of_a_plain_step_is_refused():
+    training = Training(ampopt.SGD)
+    match = r"closure must be callable, got StaticLossScale; a scale is passed by name"
+    call = lambda: training.optimizer.step(ampopt.StaticLossScale(2.0))  # noqa: E731
     refused(call, TypeError, match, training.optimizer, ran=False)
 
 

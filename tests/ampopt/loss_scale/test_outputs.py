@@ -143,7 +143,7 @@ def test_outputs_on_several_devices():
         ([torch.ones(1), 2], "int"),
         ({"loss": torch.ones(1), "logits": None}, "NoneType"),
         ((torch.ones(1), torch.ones(1, dtype=torch.int32)), "torch.int32"),
-        (StaticLossScale(1.0), "StaticLossScale"),
+        ([StaticLossScale(1.0)], "StaticLossScale"),
     ],
 )
 def test_bad_outputs(bad, message):
@@ -171,6 +171,11 @@ def test_bad_outputs(bad, message):
 def test_bad_scales(bad, error, message):
     with pytest.raises(error, match=message):
         scale_outputs(torch.ones(1), bad)
+
+
+def test_a_scale_in_the_place_of_the_loss_is_refused():
+    with pytest.raises(TypeError, match=r"the loss comes first: scale_outputs\(loss, scale\)"):
+        scale_outputs(DynamicLossScale(), torch.ones(()))
 
 
 def test_the_scale_may_be_passed_by_its_name_and_by_the_former_one():

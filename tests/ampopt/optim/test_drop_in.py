@@ -93,6 +93,16 @@ def test_an_unknown_argument_is_refused_in_the_name_of_the_class(cls):
         cls([Parameter(torch.ones(2, 2))], unknown=1)
 
 
+class PassesOn(ampopt.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
+
+def test_a_hyperparameter_that_an_author_passes_by_name_is_refused_with_what_to_write():
+    with pytest.raises(TypeError, match=r"'lr': pass it as super.*\(params, {'lr': lr}\)"):
+        PassesOn([Parameter(torch.ones(2, 2))], lr=1.0)
+
+
 @pytest.mark.parametrize("cls", BUILT_IN)
 def test_type_checkers_are_shown_the_same_arguments(cls):
     tree = ast.parse(inspect.getsource(cls))
