@@ -3,8 +3,7 @@
 import argparse
 import inspect
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +73,7 @@ def compare(
     """Run optimizers on the same gradients, with parameters that are 0 before each step.
 
     With such parameters the trust ratio of LAMB and LARS is 1, and Adafactor's updates are the
-    shortest it makes.
-    Sophia's estimate of the Hessian is updated in every tenth step.
+    shortest it makes. Sophia's estimate of the Hessian is updated in every tenth step.
 
     Args:
         exact: makes the optimizer with float32 states.
@@ -87,32 +85,31 @@ def compare(
     Returns:
         One for each of ``others``.
     """
-    params = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in (exact, *others)]
-    makes = zip((exact, *others), params, strict=True)
-    optimizers = [make([param]) for make, param in makes]
-    sums = [torch.zeros(ELEMENTS, dtype=torch.float64) for _ in params]
-    largest, lengths = [0.0] * len(params), [math.nan] * len(params)
-    for step, grad in enumerate(gradients(kind, size, steps)):
-        for i, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
-            param.grad = grad.clone()
-            if step % 10 == 0 and hasattr(optimizer, "update_hessian"):
-                optimizer.update_hessian()
-            optimizer.step()
-            with torch.no_grad():
-                update = param.double() / -LR
-                param.zero_()
-            sums[i] += update
-            lengths[i] = update.norm().item()
-            largest[i] = max(largest[i], update.abs().max().item())
-    return [
-        Fidelity(
-            lengths[i] / lengths[0],
-            ((sums[i] - sums[0]).norm() / sums[0].norm()).item(),
-            largest[i],
-            largest[0],
-        )
-        for i in range(1, len(params))
-    ]
+    wanted, wanted_length, largest_exact = _updates(exact, gradients(kind, size, steps))
+    results = []
+    for make in others:
+        total, length, largest = _updates(make, gradients(kind, size, steps))
+        error = ((total - wanted).norm() / wanted.norm()).item()
+        results.append(Fidelity(length / wanted_length, error, largest, largest_exact))
+    return results
+
+
+def _updates(make: Make, grads: Iterable[Tensor]) -> tuple[Tensor, float, float]:
+    """The sum of all updates, the length of the last, and the largest of an element."""
+    param = torch.nn.Parameter(torch.zeros(ELEMENTS))
+    optimizer = make([param])
+    total = update = torch.zeros(ELEMENTS, dtype=torch.float64)
+    largest = 0.0
+    for step, param.grad in enumerate(grads):
+        if step % 10 == 0 and hasattr(optimizer, "update_hessian"):
+            optimizer.update_hessian()
+        optimizer.step()
+        with torch.no_grad():
+            update = param.double() / -LR
+            param.zero_()
+        total = total + update
+        largest = max(largest, update.abs().max().item())
+    return total, update.norm().item(), largest
 
 
 def optimizers() -> list[str]:

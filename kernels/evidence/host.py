@@ -85,7 +85,7 @@ def _no_launches(tensors: int) -> Iterator[None]:
     with (
         mock.patch.object(backend, "_triton_backend", lambda: silent),
         mock.patch.object(torch, "_foreach_norm", lambda *_: norms),
-        mock.patch.multiple(torch, **dict.fromkeys(_NOT_LAUNCHED, _nothing)),
+        mock.patch.multiple(torch, **dict.fromkeys(_NOT_LAUNCHED, lambda *_, **__: None)),
     ):
         yield
 
@@ -94,10 +94,6 @@ def _have_object_loops() -> None:
     """Compile the C++ loops over Python objects now, and wait for them."""
     objects.loops.want()
     objects.loops.load()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, in place of a launch."""
 
 
 if __name__ == "__main__":

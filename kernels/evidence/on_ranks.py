@@ -10,10 +10,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import ampopt
 from ampopt.bench import contenders, report, rows, workloads
-from ampopt.bench.measure import Times, interleaved, warmed
+from ampopt.bench.measure import interleaved, warmed
 from ampopt.bench.rows import BenchRow
 
 __all__ = ["NAMES", "SHARDED", "Processes", "main", "measure"]
@@ -82,7 +82,7 @@ class Processes:
             except ProcessException as error:
                 why = error.msg.strip().splitlines()[-1]
                 raise RuntimeError(f"rank {error.error_index} has ended: {why}") from error
-            return json.loads(Path(folder, "results").read_text())
+            return pickle.loads(Path(folder, "results").read_bytes())
 
 
 def measure(
@@ -115,8 +115,8 @@ def measure(
         raise TimeoutError(_OUT_OF_TIME)
     options = {
         "optimizer": optimizer,
-        "shapes": workload.shapes,
-        "dtype": str(dtype).removeprefix("torch."),
+        "workload": workload,
+        "dtype": dtype,
         "rounds": rounds,
         "seconds": seconds,
         "seconds_left": processes.seconds_left,
@@ -130,7 +130,7 @@ def measure(
             workload,
             clip,
             torch.device("cpu"),
-            times={name: Times(**times) for name, times in result["times"].items()},
+            times=result["times"],
             missing=result["missing"],
             unknown=_doubts(result),
         )
@@ -140,7 +140,7 @@ def measure(
 
 def _doubts(result: Mapping[str, Any]) -> dict[str, str]:
     """Why the times must not be relied on; empty if they may be."""
-    rounds = min((times["rounds"] for times in result["times"].values()), default=0)
+    rounds = min((times.rounds for times in result["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
         return {"times": f"{rounds} of {_ENOUGH_ROUNDS} rounds"}
     if result["waited"] > _CALM:
@@ -151,8 +151,8 @@ def _doubts(result: Mapping[str, Any]) -> dict[str, str]:
 def _times(
     *,
     optimizer: str,
-    shapes: Any,
-    dtype: str,
+    workload: workloads.Workload,
+    dtype: torch.dtype,
     rounds: int,
     seconds: float,
     seconds_left: float,
@@ -173,10 +173,9 @@ def _times(
     ampopt.set_backend(backend)
     device, world = torch.device("cpu"), torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    whole = workloads.Workload("", tuple(map(tuple, shapes)))
     params: list[Any] = [
         torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
-        for param in whole.parameters(getattr(torch, dtype), device)
+        for param in workload.parameters(dtype, device)
     ]
     parts = [param.detach().to_local() for param in params]
     gradients = workloads.Gradients(parts)
@@ -215,13 +214,7 @@ def _times(
             goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,
         )
         wait = (_seconds_without_a_core() - before) / (time.perf_counter() - start)
-        results.append(
-            {
-                "times": {name: asdict(t) for name, t in times.items()},
-                "missing": missing,
-                "waited": -_least(-wait),
-            }
-        )
+        results.append({"times": times, "missing": missing, "waited": -_least(-wait)})
     return results
 
 
@@ -258,7 +251,7 @@ def _run_rank(rank: int, ranks: int, folder: str, options: Mapping[str, Any]) ->
     )
     results = _times(**options)
     if rank == 0:
-        Path(folder, "results").write_text(json.dumps(results))
+        Path(folder, "results").write_bytes(pickle.dumps(results))
     torch.distributed.destroy_process_group()
 
 

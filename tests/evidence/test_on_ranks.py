@@ -1,13 +1,14 @@
 """Ranks take the same rounds of the same steps, and their errors and doubts are shown."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 import ampopt
-from ampopt.bench import contenders, measure
+from ampopt.bench import contenders, measure, workloads
 from evidence import on_ranks
 
 
@@ -18,7 +19,7 @@ def eager():
 
 def seen_on_ranks(rounds=5, waited=0.0):
     """The result that the first rank returns for a row."""
-    times = asdict(measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3))
+    times = measure.Times(1e-3, 1e-3, 1e-3, 1e-3, rounds, 1e-3)
     there = {name: times for name in ("foreach", "ampopt")}
     return {"times": there, "missing": {"fused": "not here"}, "waited": waited}
 
@@ -27,7 +28,7 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(monkeypatch, capsys
     asked = []
 
     def times(processes, given):
-        asked.append((processes.ranks, given["shapes"][0], given["backend"]))
+        asked.append((processes.ranks, given["workload"].shapes[0], given["backend"]))
         return [seen_on_ranks(), seen_on_ranks()]
 
     monkeypatch.setattr(on_ranks.Processes, "times", times)
@@ -62,8 +63,8 @@ def test_few_rounds_or_a_busy_machine_are_a_doubt(seen, said, monkeypatch, capsy
 
 REQUEST = {
     "optimizer": "RMSprop",
-    "shapes": [[4, 3], [1]],  # of which one rank has nothing
-    "dtype": "float32",
+    "workload": workloads.Workload("some", ((4, 3), (1,))),  # of the second, one rank has nothing
+    "dtype": torch.float32,
     "rounds": 2,
     "seconds": 60.0,
     "seconds_left": 60.0,
@@ -83,9 +84,8 @@ def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
     for found in two_ranks.run(timed_on_ranks, 60.0):
         assert len(found) == 2
         for seen in found:
-            assert {name: t["rounds"] for name, t in seen["times"].items()} == dict(
-                foreach=2, ampopt=2
-            )
+            rounds = {name: times.rounds for name, times in seen["times"].items()}
+            assert rounds == {"foreach": 2, "ampopt": 2}
             assert seen["missing"] == {"fused": "torch has no fused RMSprop"}
             assert 0 <= seen["waited"] <= 1
 
