@@ -1,6 +1,7 @@
 """The state machine's calls between steps: scales, learning rates, checkpoints, copies, groups."""
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -90,8 +91,7 @@ class Changes(Steps):
             return
         if self.kind == "none" and (self.overflows or not any(self.gradients)):
             return  # without a scale nothing is checked, and the result would be undefined
-        result = method(grads_scaled_by=self.scale)
-        self.account_for(result, before, name)
+        self.use_gradients(functools.partial(method, grads_scaled_by=self.scale), name)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The optimizer under test, and the machine's records of what is expected of it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.results import StepResult
 from ampopt.testing.blueprints import Blueprint, Scale, set_gradients
 from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.claims import Claims
@@ -224,29 +225,27 @@ class Records(Machine):
         else:
             self.scale = Scale(kind, number).make()
 
-    def account_for(
-        self,
-        result: Any,
-        random_state: Tensor,
-        name: str = "step",
-        max_norm: float | None = None,
+    def use_gradients(
+        self, call: Callable[[], Any], name: str = "step", max_norm: float | None = None
     ) -> None:
-        """Check the result of a call, let the reference do the same, and record the next scale.
+        """Call the optimizer, let the reference do the same, and record the next scale.
 
         Args:
-            result: the result of a step, or of a call of ``Claims.calls``.
-            random_state: torch's random state before the call.
-            name: the method that the reference training calls, unless the call had to be skipped.
+            call: a step, or a call of ``Claims.calls``.
+            name: the method that the reference training calls, unless the call has to be skipped.
             max_norm: the norm that it clips to.
         """
-        overflows, gradients = self.overflows, any(self.gradients)
+        overflows, gradients, before = self.overflows, any(self.gradients), torch.get_rng_state()
+        result = call() or self.pending  # plain step() returns nothing
         assert bool(result.found_inf > 0) is overflows
+        if isinstance(result, StepResult):
+            assert result.skipped is overflows
         if overflows or not gradients:
-            same = torch.equal(torch.get_rng_state(), random_state)
+            same = torch.equal(torch.get_rng_state(), before)
             assert same, "a skipped step drew random numbers"
         else:
             done = "call", name, self.gradients, max_norm
-            after = self.reference_training.tell(*done, random_state=random_state)
+            after = self.reference_training.tell(*done, random_state=before)
             same = self.of_float64 or torch.equal(torch.get_rng_state(), after)
             assert same, "the step drew other random numbers than a plain one"
         self.scale = result.scale

@@ -1,5 +1,6 @@
 """The state machine's calls of an iteration: gradients and steps."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -156,10 +157,7 @@ class Steps(Records):
     @call
     def step_after_unscale(self) -> None:
         """Call ``step_after_unscale``, and check what it did."""
-        before = torch.get_rng_state()
-        result = self.optimizer.step_after_unscale()
-        assert result.skipped is self.overflows
-        self.account_for(result, before)
+        self.use_gradients(self.optimizer.step_after_unscale)
 
     # Without a scale, the call checks nothing, so gradients must be finite then.
     @precondition(lambda self: self.may_step and (self.kind != "none" or not self.overflows))
@@ -170,20 +168,16 @@ class Steps(Records):
         self.end_cycle()
         if self.kind == "none" and not any(self.gradients):
             return  # without a scale this is step(), which may act without gradients
-        before = torch.get_rng_state()
+        step = functools.partial(self.optimizer.unscale_and_step, grads_scaled_by=self.scale)
         clipping = {} if max_norm is None else {"max_norm": max_norm}
-        result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
-        assert result.skipped is self.overflows
-        self.account_for(result, before, max_norm=max_norm)
+        self.use_gradients(functools.partial(step, **clipping), max_norm=max_norm)
 
     @precondition(lambda self: self.pending is not None and any(self.gradients))
     @rule()
     @call
     def step(self) -> None:
         """Call plain ``step()`` on unscaled gradients."""
-        before = torch.get_rng_state()
-        self.optimizer.step()
-        self.account_for(self.pending, before)
+        self.use_gradients(self.optimizer.step)
 
 
 def _multiplied(grad: Blueprint, factor: float) -> Blueprint:
