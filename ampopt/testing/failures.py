@@ -50,7 +50,10 @@ class Failure:
         """The lines of the summary about this failure."""
         yield f"{self.test} ({self.size})"
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
-        yield "    " + _cut(" ".join(lines[:2]) or "no message")
+        first, *more = lines or ["no message"]
+        # Below a message, pytest shows the values of the assertion, as in "assert not 1".
+        told = [line for line in more if not line.startswith("assert ")]
+        yield "    " + _cut(" ".join([first, *told[:1]]))
         for cause in self.causes:
             yield "    " + _cut(f"likely: {cause}")
         if self.explanations:

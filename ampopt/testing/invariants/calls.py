@@ -199,8 +199,11 @@ class Calls(Claims):
         for step in history.steps:
             step_by(trained, step, 2.0, way)
         for i, (p, old) in enumerate(zip(trained.params, before, strict=True)):
-            n_moved = (p.detach() != old).sum().item()
-            assert not n_moved, f"{n_moved} of the {p.numel()} elements of parameter {i} moved"
+            moved = p.detach() != old
+            assert not moved.any(), (
+                f"{moved.sum().item()} of the {p.numel()} elements of parameter {i} moved, the first "
+                f"from {old[moved][0].item()} to {p[moved][0].item()}"
+            )
 
     # --- other loops -----------------------------------------------------------------------------
 

@@ -133,6 +133,35 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     assert lines[3] == "    if it is not meant to: checkpoints = False"
 
 
+def test_a_summary_leaves_out_the_values_that_pytest_shows_of_an_assertion():
+    failures = [Failure("test_it", "2 calls", (2,), "1 of 2 moved\nassert not 1"),
+                Failure("test_it", "2 calls", (2,), "assert 1 == 2"),
+                Failure("test_it", "2 calls", (2,), "it differs:\n  [0] is 1\n  [1] is 2")]  # fmt: skip
+    told = [list(failure.lines)[1].strip() for failure in failures]
+    assert told == ["1 of 2 moved", "assert 1 == 2", "it differs: [0] is 1"]
+
+
+def test_a_parameter_that_moves_at_a_learning_rate_of_zero_is_shown():
+    class DividesByLr(ampopt.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.5})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.tensor(group["lr"]) / group["lr"] if p.grad is not None else 0)
+
+    class TestDividesByLr(OptimizerContract):
+        def make(self, params):
+            return DividesByLr(params)
+
+    history = History((Blueprint((1,), (2.0,)),), ((Blueprint((1,), (1.0,)),),))
+    example: Any = {"history": history, "way": "unscale_and_step"}
+    with pytest.raises(AssertionError, match="1 elements of parameter 0 .* from 2.0 to nan"):
+        TestDividesByLr().replay("test_a_learning_rate_of_zero_moves_nothing", **example)
+
+
 WHOLE = History(
     (
         Blueprint((2, 0), (), torch.float64),
