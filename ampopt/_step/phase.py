@@ -47,7 +47,7 @@ class Pending:
     scale: AnyScale | None
     next_scale: Any
     decision: Decision | None
-    gradients: tuple[tuple[Tensor, weakref.ref[Any]], ...]
+    gradients: list[tuple[Tensor, weakref.ref[Any]]]
 
     @property
     def request(self) -> Request | None:
@@ -64,8 +64,7 @@ class Pending:
     @property
     def is_cleared(self) -> bool:
         """Whether there were gradients, and no parameter has one now."""
-        params = [param for param, _ in self.gradients]
-        return bool(params) and all(param.grad is None for param in params)
+        return bool(self.gradients) and all(param.grad is None for param, _ in self.gradients)
 
     @property
     def is_left(self) -> bool:

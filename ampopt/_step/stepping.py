@@ -261,13 +261,13 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def _start_pending(self, scale: AnyScale | None, decision: Decision | None) -> Pending:
         """Have the gradients wait for a step, as ``decision`` about them says."""
-        present = gradients.present(self.optimizer.param_groups)
+        params = [param for _, param in gradients.present(self.optimizer.param_groups)]
         self.phase.pending = pending = Pending(
             self.flag(decision),
             scale,
             next_scale_of(scale, decision),
             decision,
-            tuple((param, weakref.ref(param.grad)) for _, param in present),
+            list(zip(params, map(weakref.ref, map(gradients.grad_of, params)), strict=True)),
         )
         return pending
 
