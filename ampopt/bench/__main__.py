@@ -7,9 +7,8 @@ pytorch_optimizer's.
 """
 
 import argparse
-import json
+import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -84,7 +83,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         print(f"\nmicroseconds {time}, medians; float32 tensors of 64 elements:")
         small_rows = small.measure(device, rounds=options.repeats, seconds=options.seconds)
         print(small.table(small_rows))
-        _write_json(options, {"environment": about, "rows": [asdict(row) for row in small_rows]})
+        figures = {"environment": about, "rows": [asdict(row) for row in small_rows]}
+        report.write_json(options.json, figures)
         return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
@@ -94,51 +94,23 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     sizes = [workloads.make(name, device, _room(device, dtype)) for name in names]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     sizes += workloads.powers_of_two() if options.sizes else []
-    bench_rows = _measure_all(options, sizes, optimizers, device)
-    _note("")
+    measure = functools.partial(
+        rows.measure,
+        dtype=dtype,
+        device=device,
+        rounds=options.repeats,
+        clock=options.clock,
+        masters=options.masters,
+        changing=options.changing,
+        only=options.contender or (),
+    )
+    bench_rows = rows.measure_all(measure, sizes, optimizers, device, options.seconds)
     _print(bench_rows, device)
     rows_as_dicts = [row.as_dict() for row in bench_rows]
-    _write_json(options, {"environment": about, "bandwidth": speed, "rows": rows_as_dicts})
+    figures = {"environment": about, "bandwidth": speed, "rows": rows_as_dicts}
+    report.write_json(options.json, figures)
     if options.plot:
         plot(bench_rows, options.plot)
-
-
-def _write_json(options: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """Write the figures to the file of ``--json``: times in seconds, bandwidths in bytes/s."""
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def _measure_all(
-    options: argparse.Namespace,
-    sizes: Sequence[workloads.Workload],
-    optimizers: Sequence[str],
-    device: torch.device,
-) -> list[rows.BenchRow]:
-    """The rows of every optimizer on every workload, in ``options.seconds`` if that is enough."""
-    seconds_left, bench_rows = options.seconds, []
-    jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
-    for n_done, (optimizer, workload) in enumerate(jobs):
-        start = time.perf_counter()
-        _note(f"{n_done + 1}/{len(jobs)} {optimizer} {workload.name}")
-        try:
-            new = rows.measure(
-                optimizer,
-                workload,
-                dtype=getattr(torch, options.dtype),
-                device=device,
-                rounds=options.repeats,
-                seconds=seconds_left / (len(jobs) - n_done),
-                clock=options.clock,
-                masters=options.masters,
-                changing=options.changing,
-                only=options.contender or (),
-            )
-        except Exception as error:  # keep the rows measured so far
-            new = rows.unmeasured(optimizer, workload, device, error)
-        seconds_left = max(0.0, seconds_left - (time.perf_counter() - start))
-        bench_rows += new
-    return bench_rows
 
 
 def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
@@ -174,12 +146,6 @@ def _room(device: torch.device, dtype: torch.dtype) -> int | None:
     # The 1 GiB is for the buffers that flush the cache and measure bandwidth.
     copies = 3 + 2 * len(contenders.names(device)) + 4
     return max(0, int(0.9 * free) - (1 << 30)) // (copies * dtype.itemsize)
-
-
-def _note(text: str) -> None:
-    """Show the progress on a terminal, in place of the last note."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

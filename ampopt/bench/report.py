@@ -1,9 +1,11 @@
 """The results as tables for people, and as JSON."""
 
 import datetime
+import json
 import os
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from ampopt.bench.contenders import AMPOPT, FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
 from ampopt.environment import cpu_model, version_of
 
-__all__ = ["as_columns", "costs", "environment", "memory", "table"]
+__all__ = ["as_columns", "costs", "environment", "memory", "table", "write_json"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -35,6 +37,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         conditions["gpu"] = torch.cuda.get_device_name(device)
         conditions["cuda"] = torch.version.cuda
     return conditions
+
+
+def write_json(path: str | os.PathLike[str] | None, figures: dict[str, Any]) -> None:
+    """Write figures to a file, if ``path`` is given: times in seconds, bandwidths in bytes/s."""
+    if path is not None:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def table(rows: Sequence[BenchRow]) -> str:

@@ -2,7 +2,9 @@
 
 import functools
 import gc
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from ampopt.bench.device_cost import DeviceCost, device_cost
 from ampopt.bench.measure import Times, interleaved, reason, warmed
 from ampopt.bench.memory_bandwidth import Streams
 
-__all__ = ["BenchRow", "measure", "unmeasured"]
+__all__ = ["BenchRow", "measure", "measure_all", "unmeasured"]
 
 _CACHES = 1 << 26
 """Size in bytes up to which caches may hold everything."""
@@ -233,6 +235,41 @@ def measure(
             )
         )
     return rows
+
+
+def measure_all(
+    measure: Callable[..., list[BenchRow]],
+    sizes: Sequence[workloads.Workload],
+    optimizers: Sequence[str],
+    device: torch.device,
+    seconds: float,
+) -> list[BenchRow]:
+    """The rows of every optimizer on every workload, in ``seconds`` if that is enough.
+
+    Args:
+        measure: ``measure(optimizer, workload, seconds=...)`` returns the rows of one of them.
+        sizes: the workloads.
+        optimizers: names of optimizers.
+        device: the device of the parameters.
+        seconds: time for all rows.
+    """
+    end, bench_rows = time.perf_counter() + seconds, []
+    jobs = [(optimizer, workload) for workload in sizes for optimizer in optimizers]
+    for n_done, (optimizer, workload) in enumerate(jobs):
+        _note(f"{n_done + 1}/{len(jobs)} {optimizer} {workload.name}")
+        seconds_left = max(0.0, end - time.perf_counter())
+        try:
+            bench_rows += measure(optimizer, workload, seconds=seconds_left / (len(jobs) - n_done))
+        except Exception as error:  # keep the rows measured so far
+            bench_rows += unmeasured(optimizer, workload, device, error)
+    _note("")
+    return bench_rows
+
+
+def _note(text: str) -> None:
+    """Show the progress on a terminal, in place of the last note."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def unmeasured(

@@ -6,8 +6,7 @@ that the system takes to wake the last rank would count as time of the step.
 """
 
 import argparse
-import itertools
-import json
+import functools
 import multiprocessing
 import os
 import pickle
@@ -278,22 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = {**report.environment(cpu), "dtype": options.dtype, "ranks": options.ranks}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     sizes = [workloads.of(n) for n in options.elements or ()] or SHARDED
-    jobs = list(itertools.product(sizes, options.optimizer or names))
-    bench_rows: list[BenchRow] = []
     processes = Processes(options.ranks, options.seconds)
-    for done, (workload, optimizer) in enumerate(jobs):
-        seconds = max(0.0, processes.seconds_left) / (len(jobs) - done)
-        limits = {"dtype": dtype, "rounds": options.repeats, "seconds": seconds}
-        try:
-            bench_rows += measure(processes, optimizer, workload, **limits)
-        except Exception as error:  # keep the rows measured so far
-            bench_rows += rows.unmeasured(optimizer, workload, cpu, error)
+    measured = functools.partial(measure, processes, dtype=dtype, rounds=options.repeats)
+    selected = options.optimizer or names
+    bench_rows = rows.measure_all(measured, sizes, selected, cpu, options.seconds)
     print(f"\nmilliseconds a step:\n{report.table(bench_rows)}")
     for line in sorted(set().union(*(row.notes for row in bench_rows))):
         print(line)
-    if options.json:
-        figures = {"environment": about, "rows": [row.as_dict() for row in bench_rows]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"environment": about, "rows": [row.as_dict() for row in bench_rows]}
+    report.write_json(options.json, figures)
 
 
 if __name__ == "__main__":
