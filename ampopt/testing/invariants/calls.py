@@ -201,8 +201,8 @@ class Calls(Claims):
         for i, (p, old) in enumerate(zip(trained.params, before, strict=True)):
             moved = p.detach() != old
             assert not moved.any(), (
-                f"{moved.sum().item()} of the {p.numel()} elements of parameter {i} moved, the first "
-                f"from {old[moved][0].item()} to {p[moved][0].item()}"
+                f"{moved.sum().item()} of the {p.numel()} elements of parameter {i} moved, the "
+                f"first from {old[moved][0].item()} to {p[moved][0].item()}"
             )
 
     # --- other loops -----------------------------------------------------------------------------

@@ -134,9 +134,12 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
 
 
 def test_a_summary_leaves_out_the_values_that_pytest_shows_of_an_assertion():
-    failures = [Failure("test_it", "2 calls", (2,), "1 of 2 moved\nassert not 1"),
-                Failure("test_it", "2 calls", (2,), "assert 1 == 2"),
-                Failure("test_it", "2 calls", (2,), "it differs:\n  [0] is 1\n  [1] is 2")]  # fmt: skip
+    messages = (
+        "1 of 2 moved\nassert not 1",
+        "assert 1 == 2",
+        "it differs:\n  [0] is 1\n  [1] is 2",
+    )
+    failures = [Failure("test_it", "2 calls", (2,), message) for message in messages]
     told = [list(failure.lines)[1].strip() for failure in failures]
     assert told == ["1 of 2 moved", "assert 1 == 2", "it differs: [0] is 1"]
 
