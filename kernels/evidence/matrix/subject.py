@@ -62,10 +62,7 @@ class Subject:
         model.to(dtype)
         self._model = model if spread is None else spread(model)
         self.optimizer: Any = cls(self._model.parameters(), lr=LR, **options)
-        ours = getattr(self.optimizer, "_ampopt", None)
-        self.needs_closure = (
-            isinstance(self.optimizer, torch.optim.LBFGS) if ours is None else (ours.needs_closure)
-        )
+        self.needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
         self._overflows = OVERFLOWS.get(dtype, 2.0**127)
 
     def loss(self) -> Tensor:
