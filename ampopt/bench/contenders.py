@@ -86,12 +86,9 @@ def optimizers() -> list[str]:
     """
     return [
         name
-        for name in ampopt.__all__
-        if inspect.isclass(kind := getattr(ampopt, name))
-        and issubclass(kind, ampopt.ElementwiseOptimizer)
-        and hasattr(torch.optim, name)
-        and hasattr(kind, "rule")
-        and name not in _ASKED_FOR
+        for name in ampopt.optim.__all__
+        if hasattr(torch.optim, name) and hasattr(getattr(ampopt, name), "rule")
+        if name not in _ASKED_FOR
     ]
 
 

@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 
 import ampopt
+from evidence.fidelity import optimizers
 from evidence.first_hour.record import PartRecord
 
 __all__ = ["RULES", "run"]
 
-RULES = tuple(
-    name
-    for name in ampopt.optim.__all__
-    if isinstance(getattr(ampopt, name), type)
-    and issubclass(getattr(ampopt, name), ampopt.ElementwiseOptimizer)
-)
+RULES = tuple(optimizers())
 _STORAGE: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
     (torch.float32, {}),
     (torch.bfloat16, {}),
