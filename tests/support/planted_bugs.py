@@ -647,6 +647,12 @@ class WithoutGradients(Plain):
         return loss
 
 
+@planted("returns no loss from ``step(closure)``", "a_scale_changes_nothing_for_a_closure")
+class ReturnsNoLoss(Plain):
+    def step(self, closure=None):
+        super().step(closure)
+
+
 @planted(
     "without a closure, steps with the gradients of the last one",
     "a_closure_is_gradients_and_a_step",

@@ -96,6 +96,7 @@ class Closures(Claims):
         for _ in range(2):
             with plain.trained.at_work():
                 loss = plain.trained.optimizer.step(plain.closure)
+            assert loss is not None, "step(closure) returned None: return the loss of the closure"
             result = scaled.step(2.0**exponent, split)
             assert_same(bits(result.loss), bits(loss), "the loss")
             assert not result.found_inf > 0

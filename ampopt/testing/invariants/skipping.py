@@ -84,11 +84,23 @@ class Skipping(Claims):
         """Step hooks run once for each attempt, skipped or not.
 
         The host does not know whether a step is skipped, so schedulers, profilers and weight
-        averaging that use hooks must get the same calls on every rank and every device.
+        averaging that use hooks must get the same calls on every rank and every device. If
+        ``step()`` calls ``super().step()``, torch may run the hooks around both; that counts once.
         """
-        trained, calls = start(make, history), []
-        trained.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-        trained.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        trained, calls, within = start(make, history), [], []
+
+        def before(*_: Any) -> None:
+            if not within:
+                calls.append("before")
+            within.append("step")
+
+        def after(*_: Any) -> None:
+            within.pop()
+            if not within:
+                calls.append("after")
+
+        trained.optimizer.register_step_pre_hook(before)
+        trained.optimizer.register_step_post_hook(after)
         for attempts, step in enumerate(history.steps, start=1):
             step_by(trained, step, ampopt.StaticLossScale(2.0), way)
             expected = ["before", "after"] * attempts

@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from support import torch_options
+from support.optimizers import Plain
 from support.planted_bugs import PositiveMean
 from torch.nn import Parameter
 
@@ -142,6 +143,24 @@ def test_a_summary_leaves_out_the_values_that_pytest_shows_of_an_assertion():
     failures = [Failure("test_it", "2 calls", (2,), message) for message in messages]
     told = [list(failure.lines)[1].strip() for failure in failures]
     assert told == ["1 of 2 moved", "assert 1 == 2", "it differs: [0] is 1"]
+
+
+def test_a_step_that_calls_that_of_its_base_may_run_the_hooks_around_both():
+    """As torch's optimizers do, once the base class has been used itself."""
+
+    class Derived(Plain):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class TestDerived(OptimizerContract):
+        settings = hypothesis.settings(max_examples=5, derandomize=True, database=None)
+
+        def make(self, params):
+            return Derived(params)
+
+    Plain([Parameter(torch.ones(2))])
+    contract: Any = TestDerived()
+    contract.test_step_hooks_run_on_every_attempt()
 
 
 def test_a_parameter_that_moves_at_a_learning_rate_of_zero_is_shown():
