@@ -5,7 +5,6 @@ it is skipped unless the step is to be undone. So it is one launch for hundreds 
 reads and writes nothing after a step that is kept.
 """
 
-import functools
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
@@ -133,8 +132,7 @@ class _Part:
         block = torch.cat(self.wholes)
         begin = block.data_ptr()
         addresses = array("q", [begin + offset for offset in self._offsets])
-        copies = functools.partial(block.split, self._sizes)
-        self.work.refresh(copies, ((),), addresses=addresses)
+        self.work.refresh(lambda: [*block.split(self._sizes)], ((),), addresses=addresses)
 
 
 def _whole(tensor: Tensor) -> Tensor:

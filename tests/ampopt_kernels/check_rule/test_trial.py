@@ -298,7 +298,7 @@ def test_a_hyperparameter_that_is_not_declared_is_refused(function, reads):
 
 @jit
 def forgets_to_unpack_h(p, g, state, h, flags):
-    return p - lr * g, state  # noqa: F821
+    return p - lr * g, state  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
 @jit
