@@ -169,7 +169,7 @@ def test_a_parameter_that_moves_at_a_learning_rate_of_zero_is_shown():
             super().__init__(params, {"lr": 0.5})
 
         @torch.no_grad()
-        def step(self, closure=None):
+        def step(self, closure=None) -> Any:
             for group in self.param_groups:
                 for p in group["params"]:
                     p.add_(torch.tensor(group["lr"]) / group["lr"] if p.grad is not None else 0)
