@@ -103,7 +103,7 @@ class Watch:
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._chunks: dict[torch.device, tuple[GradientReport, Chunks]] = {}
         self._alarms: list[Condition] = []
-        self._looks: deque[Reading] = deque(maxlen=1)
+        self._look: Reading | None = None  # for the alarms, until it has arrived
         self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
         self._to_log: deque[tuple[Callable[[dict[str, Any]], Any], Reading]] = deque()
         self._grow()
@@ -468,10 +468,10 @@ class Watch:
         self._write_logs(wait=False)
         if self._alarms:
             is_checked = backend_for(self._device).host_sees or self._steps % _EVERY == 0
-            if is_checked and not self._looks:
-                self._looks.append(self.read_later())
-            if self._looks and self._looks[0].done():
-                reading = self._looks.popleft()
+            if is_checked and self._look is None:
+                self._look = self.read_later()
+            if self._look is not None and self._look.done():
+                reading, self._look = self._look, None
                 for condition in self._alarms:
                     condition.check(reading)
 
