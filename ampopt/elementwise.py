@@ -234,6 +234,8 @@ class ElementwiseOptimizer(Optimizer):
                 "torch's own step runs instead of a rule: make gradients dense, or leave "
                 "differentiable out"
             )
+        if scale is None:
+            ours.untold_scale.warn()
         decision = steps.step(request_for(scale))
         next_scale = next_scale_of(scale, decision)
         ours.phase.mark_stepped(scale, next_scale)

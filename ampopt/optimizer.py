@@ -336,6 +336,8 @@ class Optimizer(torch.optim.Optimizer):
                 "passes add up under one scale: leave accumulate out"
             )
         scale = ours.scale(grads_scaled_by)
+        if scale is None:
+            ours.untold_scale.warn()
         decision = ours.accumulation.add(
             request_for(scale), ours.agreement(), drop, ours.check_gradients
         )

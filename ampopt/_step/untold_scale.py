@@ -1,4 +1,4 @@
-"""Warns of a step that is told of no scale, though a loss was multiplied by one."""
+"""Warns of a call that is told of no scale, though a loss was multiplied by one."""
 
 import warnings
 from typing import Any
@@ -40,15 +40,15 @@ class UntoldScale(RefersToOptimizer):
         return not host_may_read(number) or number != 1.0
 
     def warn(self) -> None:
-        """Warn, once, of a step without a scale, if its gradients seem to have one."""
+        """Warn, once, of a call without a scale, if its gradients seem to have one."""
         if not self._warned and self.is_in_gradients():
             self._warned = True
             warnings.warn(
                 "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
-                f"{type(self.optimizer).__name__} was stepped by step(), or unscale_and_step() "
-                "without grads_scaled_by, which do not divide the gradients by the scale. Call "
-                "unscale_and_step(grads_scaled_by=scale) instead. If the gradients are those of "
-                "another loss, ignore this",
+                f"{type(self.optimizer).__name__} was called by step(), or without "
+                "grads_scaled_by, which does not divide the gradients by the scale. Pass the "
+                "scale, as in unscale_and_step(grads_scaled_by=scale). If the gradients are those "
+                "of another loss, ignore this",
                 RuntimeWarning,
                 stacklevel=4,
             )

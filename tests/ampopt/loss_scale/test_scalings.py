@@ -70,6 +70,16 @@ def test_a_sum_to_which_scaled_gradients_are_added_warns():
     assert warned(optimizer.step) == 1
 
 
+@pytest.mark.parametrize(
+    ("cls", "call"),
+    [(ampopt.AdamW, "accumulate"), (Plain, "accumulate"), (ampopt.Sophia, "update_hessian")],
+)
+def test_sums_and_second_rules_that_are_told_of_no_scale_warn(cls, call):
+    model, optimizer = model_and(cls)
+    ampopt.scale_outputs(loss_of(model), 4.0).backward()
+    assert warned(getattr(optimizer, call)) == 1
+
+
 def test_the_closure_of_a_plain_step_is_seen():
     model, optimizer = model_and(ampopt.AdamW)
 
