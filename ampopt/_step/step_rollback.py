@@ -73,8 +73,8 @@ class SkipPolicy:
         self.reason: str | None = None
         self.has_read_flag = False
         self.on_accelerator: SkipPolicy | None = None
-        self._mode_is_fixed = mode_is_fixed
         self.most_copied = most_copied
+        self._mode_is_fixed = mode_is_fixed
         self._is_large = False  # whether only the size of the copies made the mode "host"
         self._growths = 0
         # Of the last step, as both take long to make anew.
@@ -96,7 +96,8 @@ class SkipPolicy:
             called; a step that was skipped on the host was not.
         """
         self.has_read_flag = False
-        captured = captures(decision.skip.device)  # into a CUDA graph, where no flag can be read
+        # Into a CUDA graph, where no flag can be read.
+        captured = captures(decision.found_inf.device)
         if self.mode == "transaction" or (self._is_large and captured):
             state, copies = self._fitting(optimizer)
             reason = None if self._mode_is_fixed else self._obstacle(state, copies, captured)

@@ -290,6 +290,16 @@ def test_where_copies_are_large_the_host_reads_the_flag_unless_a_graph_captures_
     assert reason is None if skip_by == "transaction" else "MiB" in reason
 
 
+def test_only_the_step_of_muon_which_takes_long_copies_any_size():
+    class Other(ampopt.Muon):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    for cls, is_limited in ((ampopt.Muon, False), (Other, True), (Foreach, True)):
+        optimizer = cls([torch.ones(2, 2, requires_grad=True)], lr=0.5)
+        assert (optimizer._ampopt.skip_policy.most_copied < float("inf")) == is_limited
+
+
 def test_a_step_is_not_taken_twice_if_there_is_no_memory_after_it(monkeypatch):
     def refuse(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
