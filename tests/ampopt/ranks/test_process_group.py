@@ -646,3 +646,38 @@ def test_ranks_are_considered_once_torch_distributed_is_initialized(monkeypatch)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert step() == 1
     assert step() == 1
+
+
+class Counting(Plain):
+    """Counts on the host how often its step is called."""
+
+    called = 0
+
+    def update(self) -> None:
+        super().update()
+        self.called += 1
+
+
+def calls_of_step(form: str) -> int:
+    """How often a rank calls a hand-written step, if rank 1 has no gradient."""
+    param = Parameter(torch.ones(2))
+    optimizer = Counting([param])
+    optimizer.process_group = world()
+    for bad in (1.0, float("inf"), 1.0):
+        if torch.distributed.get_rank() == 0:
+            param.grad = torch.full((2,), bad)
+        if form == "joined":
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        elif form == "accumulated":
+            optimizer.accumulate(grads_scaled_by=1.0)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        else:
+            optimizer.unscale(grads_scaled_by=1.0)
+            optimizer.step_after_unscale() if form == "split" else optimizer.step()
+    return optimizer.called
+
+
+@pytest.mark.parametrize("form", ["joined", "split", "plain step", "accumulated"])
+def test_a_hand_written_step_is_called_on_ranks_without_gradients_too(two_ranks, form):
+    """It may make collectives, or count."""
+    assert two_ranks.run(calls_of_step, form) == [2, 2]
