@@ -103,9 +103,11 @@ class HandwrittenStep(StepStrategy):
             scale: see :class:`StepStrategy`.
         """
         self.check_step()
-        # Without gradients on this rank, the decision is that of ``unscale``, as on the others.
-        decision = self.unscale(request) or request.earlier_decision
-        self._decision, self._decision_of_step, self._runs_step = decision, None, True
+        decision = self.unscale(request)
+        followed = decision or request.earlier_decision
+        if self.agreement() is not None:  # other ranks may have gradients, and then step
+            decision = followed
+        self._decision, self._decision_of_step, self._runs_step = followed, None, True
         try:
             if step is None:
                 return self._step_and_hooks(decision)
@@ -116,7 +118,7 @@ class HandwrittenStep(StepStrategy):
             raise
         finally:
             self._decision, self._runs_step = None, False
-        self._decision = decision  # the post-hooks run after this call
+        self._decision = followed  # the post-hooks run after this call
         return outcome
 
     def plain_request(self, *, has_closure: bool) -> Request | None:
