@@ -24,6 +24,7 @@ from ampopt._step.rank_messages import (
 from ampopt._step.rank_settings import RankSettings, digest
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.meshes import groups_of, ranks_of
+from ampopt._step.torch_private import count_of_groups
 from ampopt.backend import backend_for
 from ampopt_kernels.gradient_reports import RankFlags
 from ampopt_kernels.step_data import Partials, Request
@@ -121,7 +122,21 @@ class Agreement:
         if len(ranks) == 1 or ranks in groups_apart:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
+        self._even_counts_of_groups(device)
         groups_apart[ranks] = torch.distributed.new_group(ranks, use_local_synchronization=True)
+
+    def _even_counts_of_groups(self, device: torch.device) -> None:
+        """Put each of these ranks in equally many process groups, by groups of it alone.
+
+        Torch names a group of some ranks by them and that count, and ranks with different names
+        would wait for each other without end.
+        """
+        most = torch.tensor(count_of_groups(), device=device)
+        for group in self._groups:
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group)
+        for _ in range(int(most) - count_of_groups()):
+            alone = [torch.distributed.get_rank()]
+            torch.distributed.new_group(alone, use_local_synchronization=True)
 
     def in_norm(self, tensor: Any, group: int, key: int) -> bool:
         """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.

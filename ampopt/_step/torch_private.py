@@ -57,6 +57,7 @@ __all__ = [
     "any_flattened_by_fsdp1",
     "check_for_fused",
     "constant_to_dynamo",
+    "count_of_groups",
     "flatten",
     "function_modes",
     "functional_bodies",
@@ -335,6 +336,15 @@ def replicas_of_fsdp1(module: Any) -> Any:
     Gone: ``module.process_group``'s complement in the ``device_mesh`` that was passed.
     """
     return module._inter_node_pg
+
+
+def count_of_groups() -> int:
+    """The number of process groups that this rank is in.
+
+    Torch names a group that is made with ``use_local_synchronization`` by it. Gone: see what the
+    name is made of, and that ranks which are in different groups get the same one.
+    """
+    return len(torch.distributed.distributed_c10d._world.pg_names)
 
 
 def root_of(mesh: Any) -> Any:

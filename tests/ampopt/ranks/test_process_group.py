@@ -399,11 +399,17 @@ def test_copies_are_of_the_same_group_and_checkpoints_of_none(two_ranks):
 
 
 def with_data_parallel(nan_on: int) -> Any:
-    """Take a step with a closure whose loss is NaN on one of two ranks with the same parameters."""
+    """Take a step with a closure whose loss is NaN on one of two ranks with the same parameters.
+
+    Rank 0 is in a group more. The step makes a group for closures, whose name torch takes from the
+    ranks and from how many groups the rank is in.
+    """
+    torch.distributed.new_group([0])
+    whole = torch.distributed.new_group()  # for which no group for closures has been made
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     group = {"params": list(model.parameters()), "replicated": True}
-    optimizer: Any = ampopt.SGD([group], lr=0.5, process_group=world())
+    optimizer: Any = ampopt.SGD([group], lr=0.5, process_group=whole)
     rank = torch.distributed.get_rank()
 
     def closure(scale: Any) -> torch.Tensor:
