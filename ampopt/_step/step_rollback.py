@@ -32,6 +32,7 @@ LARGE = 1 << 29
 """Bytes of tensors beyond which ``"auto"`` reads the flag: on a GPU, to copy more takes about as
 long as the GPU waits for the CPU, or longer (see "A hand-written step" in ``kernels/RESULTS.md``).
 """
+_TOO_LARGE = f"has more than {LARGE >> 20} MiB of tensors, and copies of them would take long"
 _ON_CPU = "tensors in the host's memory"
 _GROWTHS = 32
 """The number of steps that may add state: parameters can get their first gradients one by one."""
@@ -45,41 +46,38 @@ class SkipPolicy:
     There are two modes:
 
     * ``"host"``: read the flag first, which synchronizes, and call ``step()`` only if it is 0.
-    * ``"transaction"``: call ``step()`` and roll it back on the device. If the step changes Python
-      state, the mode becomes ``"host"``, unless it only adds state, as the first step does; also
-      if the copies are large, or there is no memory for them.
+    * ``"transaction"``: call ``step()`` and roll it back on the device. It reads the flag after a
+      step that changes Python state.
+
+    ``"auto"`` begins with transactions, and turns to the host for good where the step changes
+    Python state, unless it only adds state, as the first step does; also if the copies are large,
+    or there is no memory for them.
 
     Attributes:
-        mode: how the next step is skipped.
-        reason: why the mode became ``"host"``; ``None`` if it was so from the start, or is not.
+        skip_by: ``"host"``, ``"transaction"`` or ``"auto"``.
+        reason: why ``"auto"`` has turned to the host; ``None`` if it has not.
         has_read_flag: whether the host has read the flag of the last step.
-        most_copied: see :meth:`__init__`.
+        most_copied: the bytes of tensors beyond which ``"auto"`` turns to the host.
         on_accelerator: the policy of an accelerator, if this one reads the flag only because that
             is free here; :func:`ampopt.profile` tries it. Else ``None``.
     """
 
-    def __init__(
-        self, mode: Mode, *, mode_is_fixed: bool = False, most_copied: float = LARGE
-    ) -> None:
-        """Store how to skip the first step.
-
-        Args:
-            mode: the mode of the first step.
-            mode_is_fixed: whether the mode never changes: the user chose it, or reading the flag is
-                free. A transaction that cannot be rolled back on the device still reads the flag.
-            most_copied: the bytes of tensors beyond which the mode becomes ``"host"``.
-        """
-        self.mode: Mode = mode
+    def __init__(self, skip_by: str, *, most_copied: float = LARGE) -> None:
+        """Store how to skip steps; see the class."""
+        self.skip_by = skip_by
         self.reason: str | None = None
         self.has_read_flag = False
         self.on_accelerator: SkipPolicy | None = None
         self.most_copied = most_copied
-        self._mode_is_fixed = mode_is_fixed
-        self._is_large = False  # whether only the size of the copies made the mode "host"
         self._growths = 0
         # Of the last step, as both take long to make anew.
         self._kept: tuple[PythonState, StorageCopies] | None = None
         drop_in_collections(self)
+
+    @property
+    def mode(self) -> Mode:
+        """How the next step is skipped."""
+        return "host" if self.skip_by == "host" or self.reason is not None else "transaction"
 
     def step(
         self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], decision: Decision
@@ -98,9 +96,9 @@ class SkipPolicy:
         self.has_read_flag = False
         # Into a CUDA graph, where no flag can be read.
         captured = captures(decision.found_inf.device)
-        if self.mode == "transaction" or (self._is_large and captured):
+        if self.mode == "transaction" or (self.reason == _TOO_LARGE and captured):
             state, copies = self._fitting(optimizer)
-            reason = None if self._mode_is_fixed else self._obstacle(state, copies, captured)
+            reason = self._obstacle(state, copies, captured) if self.skip_by == "auto" else None
             if reason is None:
                 outcome = self._transact(optimizer, step, decision.skip > 0, state, copies)
                 if outcome is not None:
@@ -128,10 +126,7 @@ class SkipPolicy:
         """Why the flag has to be read before the step; ``None`` if the step can be rolled back."""
         if state.hidden_object is not None:
             return f"has state that cannot be inspected: {state.hidden_object}"
-        self._is_large = copies.nbytes > self.most_copied
-        if self._is_large and not captured:
-            return f"has {copies.nbytes >> 20} MiB of tensors, and copies of them would take long"
-        return None
+        return _TOO_LARGE if copies.nbytes > self.most_copied and not captured else None
 
     def _transact(
         self,
@@ -150,7 +145,7 @@ class SkipPolicy:
             step. Then nothing has changed, and the step may run without copies.
         """
         result, failure = None, None
-        no_memory: Any = () if self._mode_is_fixed else torch.OutOfMemoryError
+        no_memory: Any = torch.OutOfMemoryError if self.skip_by == "auto" else ()
         try:
             try:
                 copies.make()
@@ -167,8 +162,11 @@ class SkipPolicy:
                 copies.restore_where(skip)
                 return True, result
             self.has_read_flag, skipped = True, bool(skip)
-            if failure is None and changed_object is not None and not self._mode_is_fixed:
-                self._choose_mode(optimizer, state, changed_object, skipped=skipped)
+            if failure is None and self.skip_by == "auto":
+                if changed_object != _ON_CPU and state.only_grew() and self._growths < _GROWTHS:
+                    self._growths += not skipped  # the step has created state
+                else:
+                    self._read_flag_first(optimizer, f"changes {changed_object}")
             if skipped or isinstance(failure, torch.OutOfMemoryError):
                 state.restore()
                 copies.restore()
@@ -181,24 +179,9 @@ class SkipPolicy:
             copies.drop()
             failure = None  # its traceback refers to the memory of the step
 
-    def _choose_mode(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: PythonState,
-        changed_object: str,
-        *,
-        skipped: bool,
-    ) -> None:
-        """Choose the mode of later steps, after a step changed more than tensors."""
-        if changed_object != _ON_CPU and state.only_grew() and self._growths < _GROWTHS:
-            self._growths += not skipped  # the step has created state
-        else:
-            self._read_flag_first(optimizer, f"changes {changed_object}")
-
     def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Choose the mode ``"host"``, and log the reason once."""
-        self.mode, self.reason = "host", reason
-        self._kept = None
+        """Turn to the host, and log the reason once."""
+        self.reason, self._kept = reason, None
         _log.info(
             "%s.step %s: before every step, the CPU waits to read the overflow flag",
             type(optimizer).__name__,
@@ -221,11 +204,9 @@ def skip_policy_of(skip_by: str, device: torch.device, *, most_copied: float = L
         raise ValueError(
             f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {skip_by!r}"
         )
-    if skip_by in ("host", "transaction"):
-        return SkipPolicy(skip_by, mode_is_fixed=True)  # type: ignore[arg-type]
-    on_accelerator = SkipPolicy("transaction", most_copied=most_copied)
-    if not backend_for(device).host_sees:
-        return on_accelerator
-    policy = SkipPolicy("host", mode_is_fixed=True)
-    policy.on_accelerator = on_accelerator
+    policy = SkipPolicy(skip_by, most_copied=most_copied)
+    if skip_by == "auto" and backend_for(device).host_sees:
+        on_cpu = SkipPolicy("host")
+        on_cpu.on_accelerator = policy
+        return on_cpu
     return policy
