@@ -20,6 +20,7 @@ from ampopt.loss_scale.scalings import note_told
 from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_data import Request
 
 __all__ = ["Optimizer", "check_optimizer", "step_scaled_gradients"]
@@ -78,11 +79,20 @@ class Optimizer(torch.optim.Optimizer):
     """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Prepare ``step`` of a subclass for loss scaling, and the signature for ``help``."""
+        """Prepare ``step`` of a subclass for loss scaling, and the signature for ``help``.
+
+        Raises:
+            TypeError: the class has a rule, and inherits no step that would run it.
+        """
         # `step` is wrapped to use the scale and flag that torch.amp.GradScaler sets on the
         # optimizer, unless the class says by `_step_supports_amp_scaling = True` that its step
         # reads them itself.
         super().__init_subclass__(**kwargs)
+        if isinstance(getattr(cls, "rule", None), Rule) and not has_step(cls):
+            raise TypeError(
+                f"{cls.__name__} has a rule, but no step, as it derives from ampopt.Optimizer: "
+                "derive it from ampopt.ElementwiseOptimizer, whose step runs the rule"
+            )
         show_torch_signature(cls, Optimizer)
         show_options(cls)
         torch_scaler.wrap_step(cls, Optimizer)

@@ -468,6 +468,13 @@ def test_a_rule_replaced_by_something_else_between_steps():
         step_with_ones(optimizer, params)
 
 
+def test_a_rule_in_a_class_whose_base_runs_no_rules():
+    with pytest.raises(TypeError, match="derive it from ampopt.ElementwiseOptimizer"):
+
+        class Wrong(ampopt.Optimizer):
+            rule = Rule(update=weighted, hyper=("weights",))
+
+
 # --- bools ----------------------------------------------------------------------------------------
 
 SWITCHED: dict[str, Callable[[Any], Any]] = {
