@@ -116,7 +116,9 @@ class RuleRunner(RefersToOptimizer):
     def drop_stale(self) -> None:
         """Drop the plan if its tensors were replaced, so that their memory is free."""
         optimizer = self.optimizer  # ``None`` if someone keeps this runner alone
-        if self.plan is None or (optimizer is not None and self.plan.is_current(optimizer)):
+        if self.plan is None:
+            return
+        if optimizer is not None and self.plan.tensor_guard.is_current(optimizer):
             return
         self.plan = None
         self.masters.drop_rows()
@@ -158,7 +160,8 @@ class RuleRunner(RefersToOptimizer):
         reason, absent = FIRST, {}
         self.masters.drop_rows()  # they may have parameters that were removed
         if old_plan is not None:
-            reason, absent = old_plan.reason(optimizer, rule), old_plan.absent(optimizer)
+            reason = old_plan.reason(optimizer, rule)
+            absent = old_plan.tensor_guard.absent(optimizer)
         self.plan = self._plan_with(absent, needs_agreement=needs_agreement)
         self.reasons[reason] += 1
         return self.plan

@@ -42,6 +42,7 @@ class Plan:
     Attributes:
         works: the rows of each device; empty if no parameter has ever had a gradient.
         present: as :attr:`Work.present`, for the rows of all devices.
+        tensor_guard: compares the tensors with those of the last step.
         reusable: whether later steps may use the plan; False if it works on copies of tensors, or
             on complex ones.
     """
@@ -108,7 +109,7 @@ class Plan:
             for work in self.works
             for row, dtype in zip(work.rows, work.compute_dtypes, strict=True)
         )
-        self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
+        self.tensor_guard = TensorGuard(optimizer, masters, rule_rows)
         grads = rule_rows.grads
         present = bytearray(grad is not None for grad in grads)
         self._set_gradients(GradientsNow(grads, addresses(grads), present))
@@ -129,7 +130,7 @@ class Plan:
             return False
         if not self._group_guard.revalidate(optimizer.param_groups):
             return False
-        now = self._tensor_guard.gradients(optimizer)
+        now = self.tensor_guard.gradients(optimizer)
         if now is None:
             return False
         self._set_gradients(now)
@@ -144,13 +145,9 @@ class Plan:
             optimizer: the optimizer that the plan was made for.
             rule: its rule now.
         """
-        fits = self._tensor_guard.is_plain and self.revalidate(optimizer, rule)
+        fits = self.tensor_guard.is_plain and self.revalidate(optimizer, rule)
         self._release_gradients()
         return fits
-
-    def is_current(self, optimizer: Any) -> bool:
-        """See :meth:`TensorGuard.is_current`."""
-        return self._tensor_guard.is_current(optimizer)
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words.
@@ -166,11 +163,7 @@ class Plan:
             return of_groups
         if not self.reusable:
             return "the step works on copies, of tensors that are not dense"
-        return self._tensor_guard.reason(optimizer)
-
-    def absent(self, optimizer: Any) -> dict[int, torch.dtype]:
-        """See :meth:`TensorGuard.absent`."""
-        return self._tensor_guard.absent(optimizer)
+        return self.tensor_guard.reason(optimizer)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -235,7 +228,7 @@ class Plan:
         What two gradients have would be divided twice. Nor are there gradients on the CPU, which
         the update unscales, beside those of an accelerator, which are unscaled before.
         """
-        if self._tensor_guard.has_copied or len({w.device.type for w in self._works_now}) > 1:
+        if self.tensor_guard.has_copied or len({w.device.type for w in self._works_now}) > 1:
             return False
         return not any(may_overlap(work.present_grads) for work in self._works_now)
 

@@ -165,17 +165,15 @@ class TensorGuard:
         groups = optimizer.param_groups
         self._masters, self.has_copied = masters, rows.has_copied
         self._process_group, self._state = optimizer.process_group, optimizer.state
-        self._owners, self._rows = rows.stepped_params, rows.rows
-        self._stepped_params = [one.tensor for one in self._owners]
+        self._stepped_params, self._rows = rows.stepped_params, rows.rows
+        self._params = [one.tensor for one in rows.stepped_params]
         self._states, self._state_keys = rows.states, rows.state_keys
         self._indexed_masters = rows.masters
-        planned_ids = set(map(id, self._stepped_params))
+        planned_ids = set(map(id, self._params))
         self._unplanned_params = [p for p in params_of(groups) if id(p) not in planned_ids]
         own = [
             (param, state, keys)
-            for param, state, keys in zip(
-                self._stepped_params, self._states, self._state_keys, strict=True
-            )
+            for param, state, keys in zip(self._params, self._states, self._state_keys, strict=True)
             if keys
         ]
         self._identities = IdentityGuard(
@@ -184,14 +182,14 @@ class TensorGuard:
         )
         # `param.data = ...` keeps the object and changes its memory.
         states = (map(state.__getitem__, keys) for _, state, keys in own)
-        self._tensors = [*self._stepped_params, *chain.from_iterable(states)]
-        self._dtensors = any(map(dtensor.is_dtensor, self._stepped_params))
+        self._tensors = [*self._params, *chain.from_iterable(states)]
+        self._dtensors = any(map(dtensor.is_dtensor, self._params))
         # Another class may have another attribute ``grad``.
-        self.is_plain = {Tensor, torch.nn.Parameter}.issuperset(map(type, self._stepped_params))
+        self.is_plain = {Tensor, torch.nn.Parameter}.issuperset(map(type, self._params))
         self._layouts = LayoutGuard(self._local(self._tensors))
         self._addresses = addresses(self._local(self._tensors))
         self._grad_layouts = LayoutGuard(rows.layouts)
-        grads = list(map(grad_of, self._stepped_params)) if self._dtensors else []
+        grads = list(map(grad_of, self._params)) if self._dtensors else []
         self._placements = dtensor.placements(grads)
 
     def _local(self, tensors: list[Any]) -> list[Any]:
@@ -215,7 +213,7 @@ class TensorGuard:
         grads: list[Any] | Callable[[], list[Any]]
         if self.is_plain and not self._masters.holders:
             self.has_copied, grads = False, self._grads_now
-            found, fits = self._grad_layouts.read(self._stepped_params, of_gradients=True)
+            found, fits = self._grad_layouts.read(self._params, of_gradients=True)
         else:
             grads = self._grads_now()
             found, fits = self._grad_layouts.read(grads)
@@ -229,13 +227,13 @@ class TensorGuard:
     def _grads_now(self) -> list[Any]:
         """The present gradient of each row, or ``None``; of a ``DTensor`` the local shard."""
         self.has_copied = False
-        grads: list[Any] = list(map(grad_of, self._stepped_params))
+        grads: list[Any] = list(map(grad_of, self._params))
         if self._dtensors:
             self._redistribute(grads)
         if holders := self._masters.holders:
             for place, master in self._indexed_masters:
                 if grads[place] is not None:
-                    grads[place] = holders.get(id(self._stepped_params[place]), master).grad
+                    grads[place] = holders.get(id(self._params[place]), master).grad
         return self._local(grads)
 
     def _redistribute(self, grads: list[Any]) -> None:
@@ -248,7 +246,7 @@ class TensorGuard:
             return
         for place, (spec, known) in enumerate(zip(specs, self._placements, strict=True)):
             if spec is not None and spec is not known and spec != known:
-                param = self._stepped_params[place]
+                param = self._params[place]
                 dtensor.redistribute_gradient(param)
                 grads[place] = param.grad
                 self._placements[place] = dtensor.placements([param.grad])[0]
@@ -264,7 +262,7 @@ class TensorGuard:
             Whether the rows can take their gradients; not those of another dtype, or sparse ones.
         """
         for index in compress(count(), (fit == MISFIT for fit in fits)):
-            one, row = self._owners[index], self._rows[index]
+            one, row = self._stepped_params[index], self._rows[index]
             check_gradient(one.tensor, one.owner.name)
             if one.tensor.grad.layout != torch.strided:
                 return False
@@ -288,7 +286,7 @@ class TensorGuard:
         return {
             id(param): row.grad_dtype
             for param, row, own, keys in zip(
-                self._stepped_params, self._rows, self._states, self._state_keys, strict=True
+                self._params, self._rows, self._states, self._state_keys, strict=True
             )
             if param.grad is None
             and id(param) in ids
@@ -316,7 +314,7 @@ class TensorGuard:
             return "parameters of a group were replaced or removed, or are in another order"
         found, fits = self._layouts.read(self._local(self._tensors))
         for place, fit in enumerate(fits):
-            what = "" if place < len(self._owners) else "a state of "
+            what = "" if place < len(self._stepped_params) else "a state of "
             if fit == MISFIT:
                 return f"{what}{self._owner_at(place)} has another shape, dtype or layout"
             if found[place] != self._addresses[place]:
@@ -327,13 +325,13 @@ class TensorGuard:
         """The name of the parameter that has ``state``."""
         return next(
             one.owner.name
-            for one, own in zip(self._owners, self._states, strict=True)
+            for one, own in zip(self._stepped_params, self._states, strict=True)
             if own is state
         )
 
     def _owner_at(self, place: int) -> str:
         """The name of the parameter that has the tensor at ``place``, or is it."""
-        if place < len(self._owners):
-            return self._owners[place].owner.name
-        ends = accumulate(map(len, self._state_keys), initial=len(self._owners))
-        return self._owners[bisect_right(list(ends), place) - 1].owner.name
+        if place < len(self._stepped_params):
+            return self._stepped_params[place].owner.name
+        ends = accumulate(map(len, self._state_keys), initial=len(self._stepped_params))
+        return self._stepped_params[bisect_right(list(ends), place) - 1].owner.name
