@@ -93,23 +93,22 @@ class Compiled(Backend):
         inverse = 1.0 if scale is None else reciprocal(scale.item())
         table, n, flags = Table.of(work), len(work.rows), bytearray(len(work.rows))
         measures = squares = None
-        finite = True
+        finite, tests = True, request.check  # whether they are; whether that has to be tested
         if request.measure:
             measures = torch.zeros(n, MEASURES, dtype=torch.float64, device="cpu")
             for rows in table.gradients:
                 rows.measure(table.grads_at, inverse, flags, measures)
-            finite = not any(flags)
+            finite, tests = not any(flags), False
             measures[:, 0] = squares = table.counted(measures[:, 0]) * inverse * inverse
         elif request.max_norm is not None:
             squares = torch.zeros(n, dtype=torch.float64, device="cpu")
             for rows in table.gradients:
                 rows.add_squares(table.grads_at, squares)
             # Unscaling by 1 or less makes nothing larger: finite before means finite after.
-            if not (0 <= inverse <= 1 and math.isfinite(squares.sum().item())):
-                finite = self._are_finite(table, inverse, flags)
+            tests = not (0 <= inverse <= 1 and math.isfinite(squares.sum().item()))
             squares = table.counted(squares) * inverse * inverse
-        elif request.check:
-            finite = self._are_finite(table, inverse, flags)
+        if tests:  # all rows, to have the flag of each
+            finite = all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
         reports = ()
         if measures is not None or not finite:
             places = table.with_elements()
@@ -135,10 +134,6 @@ class Compiled(Backend):
         flags = [count > 0 for count in overflows.view(-1).tolist()]
         reports = (GradientReport(flags, range(n), work.owners),) if any(flags) else ()
         return Partials(flags, None, reports)
-
-    def _are_finite(self, table: Table, inverse: float, flags: bytearray) -> bool:
-        """Whether no gradient overflows. Else sets the flags of rows, which are 0, to 1."""
-        return all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
 
     def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
         """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
