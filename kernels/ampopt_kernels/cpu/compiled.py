@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.gradients import GradientRows
+from ampopt_kernels.cpu.gradients import GradientTable
 from ampopt_kernels.cpu.table import Table
 from ampopt_kernels.eager import accumulate_gradients
 from ampopt_kernels.gradient_reports import GradientReport
@@ -51,7 +51,7 @@ class Compiled(Backend):
         """
         objects.loops.want()
         self._falls_back = falls_back
-        self._try(GradientRows(torch.float32, torch.float32, array("q")).compile)
+        self._try(GradientTable(torch.float32, torch.float32, array("q")).compile)
 
     def unscales_in_update(self, request: Request) -> bool:
         """See :meth:`Backend.unscales_in_update`. This reads and writes gradients once less."""

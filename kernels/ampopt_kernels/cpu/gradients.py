@@ -16,7 +16,7 @@ from ampopt_kernels.cpu.dtypes import DTYPES, preamble
 from ampopt_kernels.gradient_terms import FLUSHED, MEASURES
 from ampopt_kernels.native.build import Library
 
-__all__ = ["PART", "GradientRows"]
+__all__ = ["PART", "GradientTable"]
 
 PART = 1 << 12
 """Elements that a thread processes at a time."""
@@ -51,7 +51,7 @@ def _functions(dtype: torch.dtype, level: int) -> ctypes.CDLL:
     return library
 
 
-class GradientRows:
+class GradientTable:
     """The rows of a work whose gradients have one dtype and one arithmetic dtype.
 
     Each method reads the gradients at ``grads``: the address of an array of int64, with the address

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
-from ampopt_kernels.cpu.gradients import GradientRows
+from ampopt_kernels.cpu.gradients import GradientTable
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import EMPTY, addresses
 from ampopt_kernels.row_column_means import LineSums
@@ -180,7 +180,7 @@ class Table:
             if numel := (grad if row.param is None else row.param).numel():
                 dtypes = row.grad_dtype, compute_dtype
                 by_dtypes.setdefault(dtypes, array("q")).extend((place, numel))
-        self.gradients = [GradientRows(own, to, rows) for (own, to), rows in by_dtypes.items()]
+        self.gradients = [GradientTable(own, to, rows) for (own, to), rows in by_dtypes.items()]
         counts = [row.in_norm for row in work.rows]
         self._counts = None if all(counts) else torch.tensor(counts, device="cpu")
         self._grads_version = -1
@@ -208,7 +208,7 @@ class Table:
         Args:
             work: the rows.
             rule: the rule of :attr:`kinds`, which are made; ``None`` to make none.
-            unscales: whether to compile :meth:`GradientRows.unscale`, too.
+            unscales: whether to compile :meth:`GradientTable.unscale`, too.
 
         Raises:
             Exception: as :class:`KindTable`.
