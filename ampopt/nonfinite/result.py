@@ -46,7 +46,7 @@ class NonFiniteOutput:
         kind: the name of the module's class.
         direction: ``"forward"`` for an output, ``"backward"`` for a gradient.
         dtype: the dtype of the tensor that is not finite.
-        shape: the shape of that tensor.
+        shape: the shape of that tensor; of a nested tensor, that of its ``values()``.
         largest: the largest finite magnitude in that tensor; ``None`` if no element is finite.
         given_finite: whether the module's inputs (for a gradient, its incoming gradients) were
             finite. If they were, the module itself is the cause.

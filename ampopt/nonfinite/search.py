@@ -304,9 +304,9 @@ def _values(tensor: Tensor) -> Tensor:
     """The elements of ``tensor`` on this rank: real numbers of a dtype that torch can compare."""
     tensor = dtensor.local(tensor.detach())
     if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    elif tensor.is_nested:
-        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+        tensor = tensor.coalesce()
+    if tensor.is_nested or tensor.layout != torch.strided:
+        tensor = tensor.values()
     values = real(tensor.resolve_conj().resolve_neg())
     return values.float() if values.dtype.itemsize == 1 else values
 
@@ -316,7 +316,8 @@ def _first_not_finite(structure: Any) -> _Bad | None:
     for tensor in _tensors(structure):
         values = _values(tensor)
         if not values.isfinite().all():
-            return _Bad(tensor.dtype, tuple(tensor.shape), _largest(values[values.isfinite()]))
+            shape = tuple((values if tensor.is_nested else tensor).shape)
+            return _Bad(tensor.dtype, shape, _largest(values[values.isfinite()]))
     return None
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,6 +132,40 @@ def test_outputs_in_containers(contain, direction):
         model(torch.ones(1, 2)).backward()
     assert found.first is not None
     assert (found.first.name, found.first.direction) == ("returns", direction)
+
+
+class Converts(nn.Module):
+    """Divides by its second input, and converts the result."""
+
+    def __init__(self, to: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._to = to
+
+    def forward(self, x: Tensor, divisor: Tensor) -> Tensor:
+        return self._to(x / divisor)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize(
+    ("to", "shape"),
+    [
+        (Tensor.to_sparse, (2, 2)),
+        (Tensor.to_sparse_csr, (2, 2)),
+        (lambda x: torch.nested.as_nested_tensor(list(x)), (4,)),
+        (lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged), (4,)),
+    ],
+    ids=["sparse", "csr", "nested", "jagged"],
+)
+def test_outputs_that_are_sparse_or_nested(to, shape):
+    divisor = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+    with ampopt.first_nonfinite(model := Converts(to)) as search:
+        model(torch.ones(2, 2), torch.ones(2, 2))
+        assert not search
+        model(torch.ones(2, 2), divisor)
+    found = search.first
+    assert found is not None
+    assert (found.kind, found.shape, found.largest) == ("Converts", shape, 1.0)
 
 
 def test_two_uses_of_a_module_are_distinguished_by_their_inputs():
