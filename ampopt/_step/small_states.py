@@ -216,13 +216,24 @@ def _local_shape(param: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor) -> None:
-    """Raise unless the codes of ``part`` in ``state`` have scales that fit them.
+    """Raise unless ``part`` in ``state`` has codes with scales that fit them, or only values.
 
     Raises:
-        TypeError: the scales are missing, or are not a float32 tensor.
+        TypeError: codes without float32 scales, or scales of something else than codes.
         ValueError: the scales have another shape than the blocks of ``param``.
     """
     codes, scales = state[part.name], state.get(scale_key(part.name))
+    if not has_codes(state, part):
+        if (
+            scales is not None
+        ):  # code that pads states by float zeros, for one, makes floats of codes
+            raise TypeError(
+                f"{what} is {codes.dtype} beside {scale_key(part.name)!r}, the scales of its 8-bit "
+                "codes, so it may have been computed from the codes as if they were values. If it "
+                f"has values, delete {scale_key(part.name)!r} from the state of the parameter; to "
+                "edit states, use state_bits=32 or 16"
+            )
+        return
     codec = stored_codec(part, codes)
     if not codec.has_scales:
         return

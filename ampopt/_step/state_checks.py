@@ -77,8 +77,7 @@ def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTenso
         if (value := state.get(part.name)) is None:
             continue
         _check_tensor(name, param, part.name, value, part)
-        if small_states.has_codes(state, part):
-            small_states.check_codes(_state_name(part.name, name), state, part, param)
+        small_states.check_codes(_state_name(part.name, name), state, part, param)
     for part in declared.scalars:
         _check_scalar(name, part.name, state.get(part.name))
     _check_scalar(name, RANDOM_KEY, state.get(RANDOM_KEY))

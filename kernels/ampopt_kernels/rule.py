@@ -174,9 +174,15 @@ class Rule:
                 )
         self._check_averages()
         names = [part.name for part in (*self.state, *self.scalar_state)]
+        kept = {MASTER: "masters"}
+        for part in self.state:
+            kept |= {
+                f"{part.name}_codes": "8-bit codes",
+                f"{part.name}_scale": "scales of 8-bit codes",
+            }
         for name in names:
-            if name == MASTER or names.count(name) > 1:
-                why = "is where masters are kept" if name == MASTER else "is declared twice"
+            if name in kept or names.count(name) > 1:
+                why = f"is where {kept[name]} are kept" if name in kept else "is declared twice"
                 raise ValueError(f"State {name!r} {why}: give each state a name of its own")
         for part in self.state:
             if isinstance(part.full, str) and part.full not in self.flags:

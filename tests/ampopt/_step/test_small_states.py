@@ -481,6 +481,22 @@ def test_codes_without_their_scales_are_refused():
         stepped(optimizer, 1)
 
 
+def test_values_computed_from_codes_are_refused():
+    """As in Gaussian splatting, which pads states by zeros when it adds points."""
+    params = params_of()
+    optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
+    state = optimizer.state[params[0]]
+    state["exp_avg"] = torch.cat([state["exp_avg"][1:], torch.zeros(1, 64)])
+    before = bits(params)
+    with pytest.raises(TypeError, match="exp_avg of .* is torch.float32 beside 'exp_avg_scale'"):
+        stepped(optimizer, 1)
+    assert bits(params) == before
+    state["exp_avg"] = torch.zeros(128, 64)
+    del state["exp_avg_scale"]
+    stepped(optimizer, 1)
+    assert state["exp_avg"].dtype == torch.int8
+
+
 def test_a_checkpoint_with_scales_but_no_codes_is_refused():
     """Torchtitan's loader makes such a checkpoint: it keeps only states of the names in memory."""
     params = params_of()

@@ -686,6 +686,11 @@ def gradient_first(g, p, state, h, flags):
             ValueError,
             "'master_param' is where masters are kept",
         ),
+        (
+            lambda: Rule(update=one_state, hyper=(), state=(*STATE, State("average_scale"))),
+            ValueError,
+            "'average_scale' is where scales of 8-bit codes are kept",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_refused_where_it_is_made(declare, error, message):
