@@ -191,8 +191,8 @@ class Optimizer(torch.optim.Optimizer):
         taken_over = type(self).step_after_unscale is not Optimizer.step_after_unscale
         if taken_over and ours.phase.pending is not None:
             return ours.phase.pending.found_inf
-        flag = ours.skip_flag
-        return None if flag is None else flag.to(torch.float32)
+        decision = ours.decision_of_step
+        return None if decision is None else decision.skip.to(torch.float32)
 
     @overridable_property
     def grads_scaled_by(self) -> Tensor | None:

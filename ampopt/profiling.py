@@ -251,10 +251,10 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
             return f"by the rule, on the {backend_for(ours.decision_device).name} backend"
         which = "torch's own step"
     if mode is None:
-        if ours.skip_flag is not None and ours.skip_by == "step":
-            return f"{which}, which skips by itself"
         # Without a scale there is no decision. With one, the closure's evaluations were checked.
         checked = ours.decision_of_step is not None
+        if checked and ours.skip_by == "step":
+            return f"{which}, which skips by itself"
         return f"{which}, {'checked after each evaluation' if checked else 'unchecked'}"
     skip_policy: Any = ours.skip_policy
     if skip_policy.mode == "transaction":

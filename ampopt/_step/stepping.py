@@ -156,11 +156,6 @@ class StepStrategy(RefersToOptimizer, ABC):
     def decision_of_step(self) -> Decision | None:
         """In a step post-hook: the decision that the step followed; ``None`` if there was none."""
 
-    @property
-    def skip_flag(self) -> Tensor | None:
-        """In a step post-hook: more than 0 if the step was skipped; ``None`` if it surely ran."""
-        return None if self.decision_of_step is None else self.decision_of_step.skip
-
     def step_is_over(self) -> None:
         """Called after every ``optimizer.step``, before its post-hooks, whoever called it."""
         self.left_out.is_decided = True
