@@ -132,7 +132,7 @@ def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Step an optimizer that reads ``grad_scale`` and ``found_inf``, its attributes meanwhile."""
-    # The user may have set grad_scale: multiply by it, and restore it afterwards, as torch does.
+    # The user may have set grad_scale, for this step: multiply by it, as torch does.
     users = vars(optimizer).get("grad_scale")
     scale = users
     if record.stage is OptState.READY:
@@ -149,8 +149,6 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
         return optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-        if users is not None:
-            optimizer.grad_scale = users
 
 
 def wants_scaler(optimizer: Any) -> bool:

@@ -194,6 +194,26 @@ def test_an_optimizer_that_takes_a_flag_gets_1_or_0(unscale_first):
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_grad_scale_that_the_user_sets_is_for_one_step_as_under_torchs(unscale_first):
+    traces = []
+    for scaler_class in (torch.amp.GradScaler, GradScaler):
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer: Any = torch.optim.SGD([param], lr=0.5, momentum=0.5, fused=True)
+        scaler, trace = scaler_at(4.0, scaler_class), []
+        for step, number in enumerate((8.0, 8.0, INF, 8.0)):
+            if step != 1:
+                optimizer.grad_scale = torch.tensor(2.0)
+            param.grad = torch.tensor([1.0, number])
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            trace += [*param.tolist(), scaler.get_scale()]
+        traces.append(trace)
+    assert traces[0] == traces[1]
+
+
 def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
