@@ -227,8 +227,9 @@ class GradScaler(scheduled.ScheduledScaler):
             NonFiniteGradientError: the loss of the closure is not finite, or its gradients still
                 overflow after the last replay.
             RuntimeError: ``optimizer`` was stepped since the last :meth:`update`; no loss was
-                scaled; the class of ``optimizer`` cannot evaluate a closure again; or a closure or
-                ``max_norm`` is passed after :meth:`unscale_`.
+                scaled; the class of ``optimizer`` cannot evaluate a closure again; a closure or
+                ``max_norm`` is passed after :meth:`unscale_`; or ``grad_scale`` of an ampopt
+                optimizer is set.
             TypeError: the closure requires more than one argument, or ``optimizer`` has no
                 ``param_groups``.
         """
@@ -240,6 +241,11 @@ class GradScaler(scheduled.ScheduledScaler):
                 closure = closure and evaluation(self, closure)
                 return optimizer.unscale_and_step(closure, None, **keywords).loss
             return optimizer.step(*args, **kwargs)
+        if controlled and vars(optimizer).get("grad_scale") is not None:
+            raise RuntimeError(
+                f"step(): grad_scale of this {type(optimizer).__name__} is set, which this scaler "
+                "does not read: multiply the loss by it, and delete the attribute"
+            )
         record = self._record(optimizer, "step", scaled=closure is None)
         if record.stage is OptState.STEPPED:
             raise RuntimeError(

@@ -214,6 +214,20 @@ def test_a_grad_scale_that_the_user_sets_is_for_one_step_as_under_torchs(unscale
     assert traces[0] == traces[1]
 
 
+def test_a_grad_scale_that_would_be_ignored_is_refused():
+    optimizer, (param, _) = made(ampopt.SGD)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, 4.0)
+    before = param.detach().clone()
+    optimizer.grad_scale = torch.tensor(2.0)
+    with pytest.raises(RuntimeError, match="grad_scale of this SGD is set.*multiply the loss"):
+        scaler.step(optimizer)
+    assert torch.equal(param, before)
+    del optimizer.grad_scale
+    scaler.step(optimizer)
+    assert not torch.equal(param, before)
+
+
 def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
