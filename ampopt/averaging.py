@@ -1,6 +1,7 @@
 """Averages of a model's parameters over the steps that were not skipped."""
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -39,7 +40,9 @@ def averaged(
         average.update_parameters(model)
 
     Does not synchronize if model and average are on one device. Trap: two calls after one step
-    count the parameters twice. See also :doc:`/guides/whole_loop`, :doc:`/guides/many_ranks`.
+    count the parameters twice. A copy of the average follows the same optimizers; to copy these
+    too, put them first, as in ``copy.deepcopy((model, optimizer, average))``. See also
+    :doc:`/guides/whole_loop`, :doc:`/guides/many_ranks`.
 
     Args:
         model: the model to copy and to average.
@@ -235,6 +238,7 @@ class _LastSteps:
         """Register a post-hook on each optimizer."""
         self._flags: dict[int, Tensor | None] = {}
         self._were_read = False
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note)
 
@@ -254,8 +258,18 @@ class _LastSteps:
         return skips[0] if len(skips) == 1 else torch.stack(skips).all()
 
     def __deepcopy__(self, memo: Any) -> "_LastSteps":
-        """Return ``self``: a copy of the average uses the flags of the same optimizers."""
-        return self
+        """Record the flags of the copies of the optimizers, if these have been copied before.
+
+        Else return ``self``: a copy of the average alone uses the flags of the same optimizers.
+        """
+        originals = [optimizer() for optimizer in self._optimizers]
+        copies = {id(optimizer): memo.get(id(optimizer)) for optimizer in originals}
+        if None in copies.values():
+            return self
+        copied = _LastSteps(list(copies.values()))
+        copied._flags = {id(copies[key]): flag for key, flag in self._flags.items()}
+        copied._were_read = self._were_read
+        return copied
 
     def __reduce__(self) -> Any:
         """Raise: a pickled optimizer would have lost the hooks that record its flags."""

@@ -439,6 +439,18 @@ def test_a_copy_follows_the_same_optimizer_and_goes_its_own_way():
     assert state(other) != before and state(average) == before
 
 
+def test_a_copy_with_its_optimizer_skips_as_the_optimizers_copy_does():
+    whole = made(0.5)
+    stepped(whole[2], *whole[:2], 1.0)
+    model, optimizer, average = copy.deepcopy(whole)
+    before = state(average)
+    stepped(average, model, optimizer, INF)
+    assert state(average) == before
+    stepped(whole[2], *whole[:2], INF)
+    stepped(average, model, optimizer, 1.0)
+    assert state(average) != before and state(whole[2]) == before
+
+
 def test_it_evaluates_as_a_model_and_has_its_statistics_renewed():
     model = Net()
     optimizer = ampopt.SGD(model.parameters(), lr=0.5)
