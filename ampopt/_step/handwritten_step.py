@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleRunner
-from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
+from ampopt._step.step_hooks import (
+    has_hooks,
+    hooked,
+    is_replaced,
+    run_step_hooks,
+    written_step,
+)
 from ampopt._step.step_rollback import LARGE, SkipPolicy, skip_policy_of
 from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -105,13 +111,13 @@ class HandwrittenStep(StepStrategy):
         self.check_step()
         decision = self.unscale(request)
         followed = decision or request.earlier_decision
-        if self.agreement() is not None:  # other ranks may have gradients, and then step
+        if decision is None and self.agreement() is not None:  # other ranks may step
             decision = followed
         self._decision, self._decision_of_step, self._runs_step = followed, None, True
         try:
             if step is None:
                 return self._step_and_hooks(decision)
-            outcome = self._step_in_hooks(step, decision)
+            outcome = self.within_step(self._step_or_skip, step, decision)
         except BaseException:
             if scale is not None and self._decision_of_step is None:  # it was not a post-hook
                 self._start_pending(scale, decision)
@@ -200,12 +206,11 @@ class HandwrittenStep(StepStrategy):
 
     # --- calling the step -------------------------------------------------------------------------
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Context manager around the step that a class defines, for :attr:`is_stepping`."""
+    def within_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``call``, which runs the step that a class defines, for :attr:`is_stepping`."""
         before, self.is_stepping = self.is_stepping, True
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
             self.is_stepping = before
 
@@ -220,16 +225,16 @@ class HandwrittenStep(StepStrategy):
         step = written_step(type(optimizer))
 
         def within_hooks(*args: Any, **kwargs: Any) -> StepOutcome:
-            return self._step_in_hooks(functools.partial(step, *args, **kwargs), decision)
+            own_step = functools.partial(step, *args, **kwargs)
+            return self.within_step(self._step_or_skip, own_step, decision)
 
-        outcome = hooked(within_hooks)(optimizer)
+        if has_hooks(optimizer):
+            outcome = hooked(within_hooks)(optimizer)
+        else:  # without torch's wrapper, which costs time
+            outcome = within_hooks(optimizer)
+            self.step_is_over()
         mark_as_called(optimizer)
         return outcome
-
-    def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
-        """Like :meth:`_step_or_skip`, when step hooks already run around this call."""
-        with self.stepping():
-            return self._step_or_skip(step, decision)
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Call ``step``, or skip it.

@@ -46,14 +46,13 @@ def decided_elsewhere(
     return decision.with_schedule_where(all_reduce.any_gradients, request)
 
 
-@torch.no_grad()
 def check_and_unscale(
     rows: GradientRows,
     request: Request,
     all_reduce: DecisionAllReduce | None,
     device: torch.device | None,
 ) -> Decision | None:
-    """Check gradients for inf/NaN, and make one decision. Does not synchronize.
+    """Check gradients for inf/NaN, and make one decision, without autograd. Does not synchronize.
 
     Args:
         rows: the rows of the gradients, of one optimizer or of several.

@@ -14,6 +14,7 @@ from ampopt._step import torch_private
 __all__ = [
     "SCALER_WRAPPER",
     "beneath_hooks",
+    "has_hooks",
     "has_own_step",
     "has_step",
     "hooked",
@@ -82,12 +83,19 @@ def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
         step: the function that its class defines.
     """
     return bool(
+        has_hooks(optimizer)
+        or ("step" in vars(optimizer) and is_replaced(optimizer))
+        or beneath_hooks(type(optimizer).step) is not step
+    )
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's wrapper around the step has something to do: step hooks, or a profiler."""
+    return bool(
         any(torch_private.hooks_of(optimizer))
         or torch_private.global_pre_hooks
         or torch_private.global_post_hooks
         or torch_private.is_profiled()
-        or ("step" in vars(optimizer) and is_replaced(optimizer))
-        or beneath_hooks(type(optimizer).step) is not step
     )
 
 

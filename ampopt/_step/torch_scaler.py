@@ -176,8 +176,7 @@ def _with_requests(step: Callable[..., Any], *, reads_scaler: bool) -> Callable[
         handoff = None if reads_scaler else _handoff(self, args, kwargs)
         request = _plain_request(self, args, kwargs) if handoff is None else handoff.request
         if request is None:
-            with self._ampopt.stepping():
-                result = step(self, *args, **kwargs)
+            result = self._ampopt.within_step(step, self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return result
         call = functools.partial(step, self, *args, **kwargs)
