@@ -210,9 +210,9 @@ class TensorGuard:
                 return None
         if optimizer.process_group is not self._process_group or not self.is_current(optimizer):
             return None
-        grads: list[Any] | Callable[[], list[Any]]
+        self.has_copied = False
+        grads: list[Any] | Callable[[], list[Any]] = self._grads_now
         if self.is_plain and not self._masters.holders:
-            self.has_copied, grads = False, self._grads_now
             found, fits = self._grad_layouts.read(self._params, of_gradients=True)
         else:
             grads = self._grads_now()
@@ -226,7 +226,6 @@ class TensorGuard:
 
     def _grads_now(self) -> list[Any]:
         """The present gradient of each row, or ``None``; of a ``DTensor`` the local shard."""
-        self.has_copied = False
         grads: list[Any] = list(map(grad_of, self._params))
         if self._dtensors:
             self._redistribute(grads)

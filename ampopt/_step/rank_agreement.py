@@ -38,6 +38,7 @@ class Agreement:
     A group of one rank makes no collective.
 
     Attributes:
+        ranks: the global rank of each, in the order of the rows that they all-reduce.
         place: the index of this rank among them.
         settings: what all ranks have to set alike.
         is_sharded_throughout: whether every parameter is a ``DTensor`` that is sharded over all of
@@ -84,9 +85,9 @@ class Agreement:
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._in_norm: dict[Any, bool] = {}  # by mesh and placements
         self._holders, self._here = holders, here
-        self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
-        self.place = self._ranks.index(here)
-        self._rows = RowsOnDevices(len(self._ranks), self.place)
+        self.ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
+        self.place = self.ranks.index(here)
+        self._rows = RowsOnDevices(len(self.ranks), self.place)
         self.is_sharded_throughout = not names_ranks and all(
             is_dtensor(param)
             and param.device_mesh == mesh
@@ -105,7 +106,7 @@ class Agreement:
     @property
     def _groups(self) -> Sequence[Any]:
         """The process groups to all-reduce over, one after another."""
-        apart = self._comparison.groups_apart.get(tuple(self._ranks))
+        apart = self._comparison.groups_apart.get(tuple(self.ranks))
         return self._groups_of_model if apart is None else [apart]
 
     def prepare_for_closures(self, device: torch.device, max_replays: int) -> None:
@@ -118,7 +119,7 @@ class Agreement:
             device: the device on which the step is decided.
             max_replays: the number of times that an evaluation may be repeated.
         """
-        groups_apart, ranks = self._comparison.groups_apart, tuple(self._ranks)
+        groups_apart, ranks = self._comparison.groups_apart, tuple(self.ranks)
         if len(ranks) == 1 or ranks in groups_apart:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
@@ -211,12 +212,8 @@ class Agreement:
         rows = self._rows.matrix(row, results, device)
         self._all_reduce(rows, self._groups)
         at_once = at_once or backend_for(device).host_sees
-        self._comparison.compare(rows, row, self._ranks, self.settings, at_once=at_once)
+        self._comparison.compare(rows, row, self.ranks, self.settings, at_once=at_once)
         return rows
-
-    def rank_flags(self, overflows: Tensor) -> RankFlags:
-        """The ranks that found an overflow, from a flag for each rank: shape (ranks,)."""
-        return RankFlags(overflows, self._ranks, self.place)
 
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """All-reduce ``flag``, which is more than 0 for overflow, by one collective on the device.
@@ -354,7 +351,7 @@ class Agreement:
 
     def _post(self, rows: Tensor) -> None:
         """Add up ``rows`` over the ranks in the background."""
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return
         options = torch.distributed.AllreduceOptions()
         if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
@@ -456,7 +453,7 @@ class DecisionAllReduce:
         results = local_results(request, partials, flag, must_skip, agreement.settings, device)
         self.rows = rows = agreement.exchange(row, results, device)
         overflows = rows[:, Column.OVERFLOW]
-        by_ranks = (agreement.rank_flags(overflows),)
+        by_ranks = (RankFlags(overflows, agreement.ranks, agreement.place),)
         squares = None if partials.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
         loss = None
         if any(cause.needs_loss for cause in request.causes):
