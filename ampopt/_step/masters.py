@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +187,8 @@ class Masters(RefersToOptimizer):
             if master is not None and master.shape != param.shape:
                 check_master(owner.name, param, master)
             masters.append(master)
+        if all(master is None for master in masters):
+            return with_grads
         holders = with_grads.copy()
         for place, (index, param, owner) in enumerate(with_grads):
             if (master := masters[place]) is not None:
@@ -231,12 +232,14 @@ class Masters(RefersToOptimizer):
         optimizer, ours = self.optimizer, self.optimizer._ampopt
         groups, states, agreement = optimizer.param_groups, optimizer.state, ours.agreement()
         write = write and request.scale is not None
-        edits, copies = write or request.max_norm is not None, write and self._makes_masters
+        edits = write or request.max_norm is not None
         if write and self.read_early is not None:
             self.warn_of_early_reading()
+        if write and self.holders:  # an earlier evaluation of a closure has unscaled
+            self.drop_gradients()
         rows = self._rows.get(write)
         if rows is not None and rows.take_gradients(groups, agreement, states, are_written=edits):
-            if copies:
+            if rows.holders is not rows.present:
                 self._copy(rows.present, rows.holders)
                 rows.read_holders()
         else:
@@ -246,14 +249,15 @@ class Masters(RefersToOptimizer):
                 self.check_float16(present)
             if edits:
                 make_writable(present)
-            if copies:
+            if write:
                 holders = self._with_masters_in_place(present)
+            if holders is not present:
                 self._copy(present, holders)
             rows = GradientRows.of(present, holders, agreement, self._uploads)
             self._rows = {write: rows.kept(groups, states)}
-        request = replace(request, write=write)
         all_reduce = decision_all_reduce(agreement, request, len(rows.present))
-        decision = check_and_unscale(rows, request, all_reduce, gradients.device_of(groups))
+        device = gradients.device_of(groups)
+        decision = check_and_unscale(rows, request, all_reduce, device, write=write)
         if decision is not None and request.max_norm is not None:
             _clip([gradients.values_of(tensor) for _, tensor, _ in rows.holders], decision.clip)
         return decision
@@ -262,7 +266,6 @@ class Masters(RefersToOptimizer):
         """Drop the rows that :meth:`unscale` has kept, and with them their parameters."""
         self._rows.clear()
 
-    @torch.no_grad()
     def show_unscaled(self) -> None:
         """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.
 

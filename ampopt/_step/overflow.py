@@ -51,27 +51,30 @@ def check_and_unscale(
     request: Request,
     all_reduce: DecisionAllReduce | None,
     device: torch.device | None,
+    *,
+    write: bool = False,
 ) -> Decision | None:
     """Check gradients for inf/NaN, and make one decision, without autograd. Does not synchronize.
 
     Args:
         rows: the rows of the gradients, of one optimizer or of several.
-        request: the scale, what else to check, and whether to unscale the gradients in place
-            (``write``; see :func:`make_writable`). Nothing is stepped.
+        request: the scale, and what else to check. Nothing is stepped.
         all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
         device: the device of the decision if there are no gradients on this rank; ``None`` if
             there are no parameters.
+        write: whether to unscale the gradients in place; see :func:`make_writable`.
 
     Returns:
         The decision; ``None`` if no rank has gradients.
     """
     if not rows.present:
         return decided_elsewhere(request, all_reduce, device)
+    request = replace(request, write=write, apply=False, agree=all_reduce)
     try:
-        decision = run(backend_for, rows.works, replace(request, apply=False, agree=all_reduce))
+        decision = run(backend_for, rows.works, request)
     finally:
         rows.release()
-    if request.write:
+    if write:
         for values, unscaled_values in rows.copies:
             values.copy_(unscaled_values)
     return decision
@@ -98,7 +101,7 @@ class OverflowCheck:
 
         Args:
             optimizers: the same ones in every call.
-            request: see :func:`check_and_unscale`.
+            request: see :func:`check_and_unscale`; its ``write`` is the argument there.
             agreement: what :meth:`agreement` returned.
 
         Returns:
@@ -113,7 +116,8 @@ class OverflowCheck:
             rows = GradientRows.of(present, present, agreement, self._uploads)
             self._rows = rows.kept(groups)
         all_reduce = decision_all_reduce(agreement, request, len(rows.present))
-        return check_and_unscale(rows, request, all_reduce, gradients.device_of(groups))
+        device = gradients.device_of(groups)
+        return check_and_unscale(rows, request, all_reduce, device, write=request.write)
 
 
 @torch.no_grad()

@@ -215,11 +215,11 @@ class Plan:
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended_request.write:  # in place, after the update has read them
-            unscale = Request(scale=request.scale, check=False, write=True)
+            unscale = Request(scale=request.scale, check=False)
             with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
             make_writable(with_grads)
             rows = GradientRows.of(with_grads, with_grads, None, self._uploads)
-            check_and_unscale(rows, unscale, None, None)
+            check_and_unscale(rows, unscale, None, None, write=True)
         return decision
 
     def _can_write(self) -> bool:
