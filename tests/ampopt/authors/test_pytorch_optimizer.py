@@ -63,7 +63,7 @@ MADE_OTHERWISE: dict[str, Callable[[Any, list[Parameter]], Any]] = {
     "LoRARite": lambda cls, params: cls([params[0], Parameter(params[0].detach().t().clone())]),
     "Ranger21": lambda cls, params: cls(params, num_iterations=20),
     "ScheduleFreeWrapper": in_training,
-    "SpectralSphere": lambda cls, params: cls(params[:1]),
+    "SpectralSphere": lambda cls, params: cls(params[:1], solver_max_iterations=3),
 }
 
 
