@@ -725,13 +725,17 @@ FEW: dict[str, Any] = {
     "dtypes": (torch.float32,),
     "on_device": (False,),
     "several_groups": False,
+    "accumulates": False,
+    "checkpoints": False,
+    "deepcopies": False,
 }
+"""Claims of fewer kinds of calls, of which those that show a bug come together sooner."""
 
 
 @planted(
     "keeps the groups that it has seen, which ``load_state_dict`` replaces",
     "any_sequence_of_calls",
-    **FEW,
+    **{**FEW, "checkpoints": True, "deepcopies": True},
 )
 class KeepsGroups(Plain):
     def update(self):
@@ -776,9 +780,6 @@ class Unedited(Plain):
     "keeps the constant scale that it was given first",
     "any_sequence_of_calls",
     **FEW,
-    # Of fewer kinds of calls, those that it takes come together sooner.
-    checkpoints=False,
-    deepcopies=False,
 )
 class FirstScale(OwnHooks):
     def unscale(self, grads_scaled_by=None):
@@ -790,9 +791,7 @@ class FirstScale(OwnHooks):
 @planted(
     "adds up gradients that still carry their scale",
     "any_sequence_of_calls",
-    **FEW,
-    checkpoints=False,
-    deepcopies=False,
+    **{**FEW, "accumulates": True},
 )
 class AddsUpScaled(Plain):
     def accumulate(self, grads_scaled_by=None, **keywords):
@@ -804,9 +803,6 @@ class AddsUpScaled(Plain):
     "any_sequence_of_calls",
     **FEW,
     calls=("look_ahead",),
-    accumulates=False,
-    checkpoints=False,
-    deepcopies=False,
 )
 class MovesOnAnything(OwnHooks):
     @torch.no_grad()
@@ -825,8 +821,6 @@ class MovesOnAnything(OwnHooks):
     "any_sequence_of_calls",
     **FEW,
     modes=("train", "eval"),
-    checkpoints=False,
-    deepcopies=False,
 )
 class StepsInAnyMode(Plain):
     def train(self):
@@ -839,9 +833,8 @@ class StepsInAnyMode(Plain):
 @planted(
     "keeps its mode although a checkpoint has another",
     "any_sequence_of_calls",
-    **FEW,
+    **{**FEW, "checkpoints": True},
     modes=("train", "eval"),
-    deepcopies=False,
 )
 class KeepsMode(StepsInAnyMode):
     @torch.no_grad()
@@ -856,8 +849,6 @@ class KeepsMode(StepsInAnyMode):
     "any_sequence_of_calls",
     **FEW,
     modes=("train", "eval"),
-    checkpoints=False,
-    deepcopies=False,
 )
 class SwitchesAgain(KeepsMode):
     @torch.no_grad()
