@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.fixtures import either_host
 from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
+from support.torch_options import INHERITED, OPTION_SETS, assert_train_alike, gradients, initial
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Unpack
@@ -45,6 +46,13 @@ def test_a_parameter_without_elements_has_the_same_state_on_every_backend(cls):
 
     by_step = states_after(lambda optimizer: optimizer.step())
     assert states_after(lambda optimizer: optimizer.unscale_and_step(None, 1.0)) == by_step
+
+
+@pytest.mark.parametrize("backend", ["eager"], indirect=True)
+@pytest.mark.parametrize("options", [s for s in OPTION_SETS if s.name in INHERITED], ids=str)
+def test_a_step_of_torchs_own_has_every_option(options):
+    ours, torchs = (make(initial(options)) for make in (options.ours, options.torchs))
+    assert_train_alike(ours, torchs, gradients(options), range(3))
 
 
 LATER = {ampopt.LBFGS: ("maximize",)}

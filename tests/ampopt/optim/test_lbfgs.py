@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fixtures import either_host
 from support.strategies import fewer, powers_of_two
+from support.torch_options import OPTION_SETS
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -65,6 +66,27 @@ both_forms = pytest.mark.parametrize("form", ["unscale_and_step", "step_after_un
 line_searches = pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
 """For tests of what the host does, in which kernels have no part."""
+
+
+@on_eager
+@pytest.mark.parametrize("options", [s for s in OPTION_SETS if s.name == "LBFGS"], ids=str)
+def test_lbfgs_is_torchs(options):
+    target = torch.linspace(-1.0, 1.0, 5)
+
+    def train(optimizer_of: Any) -> Any:
+        p = torch.zeros(5, requires_grad=True)
+        optimizer = optimizer_of([p])
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = ((p - target) ** 4).sum() + (p.prod() - 1) ** 2
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).detach() for _ in range(4)]
+        return bits([p, losses])
+
+    assert train(options.ours) == train(options.torchs)
 
 
 def options_of(line_search: str | None) -> dict[str, Any]:

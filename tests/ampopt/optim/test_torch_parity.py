@@ -31,8 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampopt
 from ampopt.testing.bits import bits, state_of
 
-EVERY = [s for s in OPTION_SETS if s.name != "LBFGS"]
-BY_RULE = [s for s in EVERY if s.name in ELEMENTWISE]
+BY_RULE = [s for s in OPTION_SETS if s.name in ELEMENTWISE]
 
 each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
 each_rule = pytest.mark.parametrize("options", [s for s in RICH if s.name in ELEMENTWISE], ids=str)
@@ -52,10 +51,14 @@ def steps_for(options: OptionSet, backend: str) -> range:
 # --- results -------------------------------------------------------------------------------------
 
 
-# All options in float32, and in float64 those with most state; others in float64 are drawn below.
+# All options of rules in float32, and in float64 those with most state; others in float64 are drawn
+# below. Where the step is torch's own, options are passed on: test_drop_in.py and test_lbfgs.py.
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [*((s, torch.float32) for s in EVERY), *((s, torch.float64) for s in RICH)],
+    [
+        *((s, torch.float32) for s in [*BY_RULE, *(s for s in RICH if s.name in INHERITED)]),
+        *((s, torch.float64) for s in RICH),
+    ],
     ids=str,
 )
 def test_every_option_set_gives_the_results_of_torchs_for_loop(options, dtype, backend):
@@ -166,26 +169,6 @@ def test_differentiable_steps_can_be_differentiated_through(options, backend):
         return weight.grad, [p.detach() for p in params]
 
     assert bits(meta_gradient(options.ours)) == bits(meta_gradient(options.torchs))
-
-
-@pytest.mark.parametrize("options", [s for s in OPTION_SETS if s.name == "LBFGS"], ids=str)
-def test_lbfgs_is_torchs(options, backend):
-    target = torch.linspace(-1.0, 1.0, 5)
-
-    def train(optimizer_of: Any) -> Any:
-        p = torch.zeros(5, requires_grad=True)
-        optimizer = optimizer_of([p])
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = ((p - target) ** 4).sum() + (p.prod() - 1) ** 2
-            loss.backward()
-            return loss
-
-        losses = [optimizer.step(closure).detach() for _ in range(4)]
-        return bits([p, losses])
-
-    assert train(options.ours) == train(options.torchs)
 
 
 # --- scaling and skipping ------------------------------------------------------------------------
