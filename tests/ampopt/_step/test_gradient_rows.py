@@ -639,7 +639,7 @@ TURNS = st.tuples(
 )
 
 
-@fewer(3)
+@fewer(1.5)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from(["window", "micro_batch"]),

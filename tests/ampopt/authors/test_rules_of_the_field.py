@@ -75,7 +75,7 @@ def initial(dtype: torch.dtype) -> list[Parameter]:
 @pytest.mark.parametrize("backend", ["eager", "triton", "compiled"], indirect=True)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_short_rule_steps_as_another_implementation(name, backend):
-    steps, dtype = (300, torch.float64) if backend == "eager" else (5, torch.float32)
+    steps, dtype = (100, torch.float64) if backend == "eager" else (5, torch.float32)
     ours, theirs = initial(dtype), initial(torch.float64)
     optimizer = SHORT[name](ours)
     options = dict(optimizer.defaults)

@@ -1,4 +1,4 @@
-"""Optimizers give the results of other implementations, over 2,000 steps.
+"""Optimizers give the results of other implementations, over hundreds of steps.
 
 Those are the ones that torch lacks, and Adafactor, whose rule has other operations than torch's.
 """
@@ -22,7 +22,7 @@ import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits
 from ampopt_kernels import State
 
-STEPS = 600
+STEPS = 300
 SHAPES = ((3, 5), ())
 
 
