@@ -15,6 +15,7 @@ from ampopt_kernels.step import reciprocal
 from ampopt_kernels.tensors import real, was_freed
 
 __all__ = [
+    "DTYPES",
     "UNDERFLOWING",
     "ParamWithGrad",
     "check_gradient",
@@ -32,7 +33,7 @@ __all__ = [
 grad_of: Any = operator.attrgetter("grad")
 """The gradient of a tensor: ``map`` takes half the time of a comprehension over hundreds."""
 
-_DTYPES = frozenset(
+DTYPES = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -43,6 +44,7 @@ _DTYPES = frozenset(
         torch.complex128,
     }
 )
+"""The dtypes of parameters that can be stepped, and of their gradients."""
 
 UNDERFLOWING = (torch.float16, torch.complex32)
 """Dtypes of gradients that cannot be unscaled in place: small values would become zero."""
@@ -152,8 +154,8 @@ def check_gradient(param: Any, name: str) -> None:
         RuntimeError, TypeError, ValueError: see :func:`params_with_grads`.
     """
     grad = param.grad
-    if grad.dtype not in _DTYPES or param.dtype not in _DTYPES:
-        of_grad = grad.dtype not in _DTYPES
+    if grad.dtype not in DTYPES or param.dtype not in DTYPES:
+        of_grad = grad.dtype not in DTYPES
         what = f"the gradient of {name} is {grad.dtype}" if of_grad else f"{name} is {param.dtype}"
         raise TypeError(
             f"{what}; float16, bfloat16, float32, float64 and complex can be optimized: convert it"

@@ -313,17 +313,22 @@ class StepStrategy(RefersToOptimizer, ABC):
         return as_flag(decision.found_inf, decision.overflow_reports)
 
     def warn_without_gradients(self) -> None:
-        """Warn, once, if parameters have no gradient because ``fully_shard`` has replaced them."""
+        """Warn, once, if parameters have no gradient because the model has others by now."""
         optimizer = self.optimizer
         if self._warned_without_gradients or optimizer.state:
             return
+        call = None
         if ranks.may_be_replaced(optimizer.param_groups, self.process_group):
+            call = "fully_shard"
+        elif any(param.is_meta for param in gradients.params_of(optimizer.param_groups)):
+            call = "to_empty"
+        if call is not None:
             self._warned_without_gradients = True
             warnings.warn(
                 f"no parameter of this {type(optimizer).__name__} has a gradient, so nothing was "
-                "stepped. If fully_shard(model) was called after the optimizer was made, the model "
-                "has other parameters by now, which the optimizer never updates: make the "
-                "optimizer after fully_shard. If no gradient is expected yet, ignore this",
+                f"stepped. If {call} was called after the optimizer was made, the model has other "
+                "parameters by now, which the optimizer never updates: make the optimizer after "
+                f"{call}. If no gradient is expected yet, ignore this",
                 RuntimeWarning,
                 stacklevel=4,
             )

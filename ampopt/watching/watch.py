@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ampopt._argument_checks import check_count
@@ -451,12 +452,15 @@ class Watch:
 
     @torch.no_grad()
     def _norms(self, device: torch.device) -> Tensor:
-        """The norms of the parameters on ``device``, or of their shards here: widest, 1-d."""
+        """The norms of the parameters on ``device``, or of their shards here: widest, 1-d.
+
+        0 for those without a norm yet (of lazy modules), and those that no step changes (int8).
+        """
         wide = widest(device)
         norms = [torch.zeros((), dtype=wide, device=device)] * len(self._names[device])
         for param in gradients.params_of(self.optimizer.param_groups):
             on, place = self._places[id(param)]
-            if on == device:
+            if on == device and param.dtype in gradients.DTYPES and not is_lazy(param):
                 norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
         return torch.stack(norms)
 

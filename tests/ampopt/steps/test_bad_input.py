@@ -190,6 +190,17 @@ def test_a_tensor_on_meta(call, cls):
     refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
 
 
+def test_parameters_that_to_empty_has_replaced_are_told_of_once():
+    model = torch.nn.Linear(2, 1, device="meta")
+    optimizer = ampopt.AdamW(model.parameters())
+    model.to_empty(device="cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="make the optimizer after to_empty") as caught:
+        for _ in range(2):
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert len(caught) == 1
+
+
 @every_call
 @some_optimizers
 @pytest.mark.parametrize(

@@ -410,6 +410,20 @@ def test_parameters_added_later_are_watched():
     assert read["parameters"]["new"]["last_overflow"] == read["skips"] == 2
 
 
+def test_parameters_without_a_norm_are_watched():
+    """Frozen codes of a quantized model, and parameters of lazy modules before their first use."""
+    lazy = torch.nn.LazyLinear(1, bias=False)
+    frozen = [torch.ones(2, dtype=dtype) for dtype in (torch.int8, torch.float8_e4m3fn)]
+    params = [Parameter(x, requires_grad=False) for x in frozen]
+    optimizer = ampopt.AdamW([*params, lazy.weight])
+    watch = ampopt.Watch(optimizer)
+    lazy(torch.ones(1, 3)).sum().backward()
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    watch.report()
+    largest = [told["largest"] for told in watch.read()["parameters"].values()]
+    assert largest == [0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("base", [ampopt.AdamW, Plain])
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
 def test_a_step_within_the_step_of_a_subclass_is_no_further_attempt(base, skip_by):
