@@ -18,9 +18,7 @@ class Snapshot:
     that was created since is dropped. State may be nested containers of tensors.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, shared_keys: frozenset[str] = frozenset()
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, *, shared_keys: frozenset[str]) -> None:
         """Copy everything that ``step`` may change.
 
         Args:

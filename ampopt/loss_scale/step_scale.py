@@ -34,7 +34,7 @@ again, so a loop that reuses the scale each step returns would otherwise end at 
 class BareScale(AnyScale):
     """A number or tensor passed as a scale. It has no history: the next scale is a tensor."""
 
-    def __init__(self, value: Tensor, constants: Uploads, *, in_closure: bool = False) -> None:
+    def __init__(self, value: Tensor, constants: Uploads, *, in_closure: bool) -> None:
         """Wrap a floating-point tensor of one element.
 
         Args:
