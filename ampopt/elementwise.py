@@ -20,7 +20,6 @@ from ampopt._step.rule_state import complete
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
-from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import INIT_GROUP, uncompiled
 from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
@@ -40,18 +39,19 @@ from ampopt_kernels.step_data import Request
 __all__ = ["ElementwiseOptimizer"]
 
 
-def _stepping(optimizer: Any, *, own_step: bool = False) -> StepStrategy:
-    """The strategy of an optimizer with a rule: run the rule, or a step around the rule.
-
-    Args:
-        optimizer: the optimizer to step.
-        own_step: whether its class overrides ``ElementwiseOptimizer.step``. Only the inherited step
-            passes the overflow flag to the rule; any other is skipped like an ordinary step.
-    """
+def _by_rule(optimizer: Any) -> RuleStep:
+    """The strategy that runs the rule."""
     runner = RuleRunner(optimizer, _torchs_step)
-    if own_step:
-        return HandwrittenStep(optimizer, runner=runner)
     return RuleStep(optimizer, runner, beneath_hooks(ElementwiseOptimizer.step))
+
+
+def _around_rule(optimizer: Any) -> HandwrittenStep:
+    """The strategy of a class that overrides ``ElementwiseOptimizer.step``.
+
+    Only the inherited step passes the overflow flag to the rule; any other is skipped like an
+    ordinary step.
+    """
+    return HandwrittenStep(optimizer, runner=RuleRunner(optimizer, _torchs_step))
 
 
 def _torchs_step(optimizer: Any) -> Any:
@@ -101,7 +101,7 @@ class ElementwiseOptimizer(Optimizer):
     sparse_gradients: ClassVar[bool] = False
     """Whether sparse gradients are stepped by the step of the torch base class, or refused."""
 
-    _ampopt = StrategyAttribute(_stepping)
+    _ampopt = StrategyAttribute(_by_rule, for_another_step=_around_rule)
     _step_supports_amp_scaling = (
         torch_scaler.SupportsAmpScaling()
     )  # `step` below uses the flag of a scaler

@@ -1,5 +1,6 @@
 """``Optimizer``: the base class that gives every optimizer its control points."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -101,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
         if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:
             cls._ampopt = cls._ampopt.for_another_step()
         elif "_ampopt" not in vars(cls) and own_control_points:
-            cls._ampopt = cls._ampopt.with_options()
+            cls._ampopt = copy.copy(cls._ampopt)
         cls._ampopt.step = step
         cls._ampopt.has_own_control_points |= own_control_points
 

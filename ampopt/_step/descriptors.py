@@ -40,26 +40,30 @@ class StrategyAttribute:
             ``step()`` needs to be told of no scale.
     """
 
-    def __init__(self, make: Callable[..., RefersToOptimizer], **facts: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., RefersToOptimizer],
+        *,
+        for_another_step: Callable[[Any], RefersToOptimizer] | None = None,
+        **facts: Any,
+    ) -> None:
         """Store how to make a strategy.
 
         Args:
             make: called as ``make(optimizer, **facts)``; returns the strategy.
+            for_another_step: makes that of a subclass that overrides ``step``; ``None`` for
+                ``make``, without the facts.
             facts: keyword arguments of ``make``, which describe the ``step`` of the class.
         """
-        self._make, self._facts = make, facts
+        self._make, self._for_another_step, self._facts = make, for_another_step or make, facts
         self.step: Any = None
         self.has_own_control_points = False
 
     def for_another_step(self) -> "StrategyAttribute":
         """The descriptor for a subclass that overrides ``step``."""
-        return self.with_options(own_step=True)
-
-    def with_options(self, **facts: Any) -> "StrategyAttribute":
-        """A copy of the descriptor with more keyword arguments for ``make``."""
-        copy = StrategyAttribute(self._make, **{**self._facts, **facts})
-        copy.has_own_control_points = self.has_own_control_points
-        return copy
+        another = StrategyAttribute(self._for_another_step)
+        another.has_own_control_points = self.has_own_control_points
+        return another
 
     def new(self, optimizer: Any) -> RefersToOptimizer:
         """A new strategy for ``optimizer``, in the state *idle*."""

@@ -47,7 +47,6 @@ class HandwrittenStep(StepStrategy):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        own_step: bool = False,
         make_state: StateMaker | None = None,
         never_written: frozenset[str] = frozenset(),
         step_has_collectives: bool = False,
@@ -58,8 +57,6 @@ class HandwrittenStep(StepStrategy):
 
         Args:
             optimizer: the optimizer to step.
-            own_step: whether its class overrides the ``step`` that the next four arguments
-                describe, so that they do not apply.
             make_state: ``make_state(optimizer, param)`` creates the state of a parameter with the
                 values it has before the first step. With it, no step adds state.
             never_written: keys of state tensors that the step replaces, and never writes in place
@@ -70,12 +67,9 @@ class HandwrittenStep(StepStrategy):
             runner: runs the rule in ``super().step()``, if ``step`` overrides that of a rule-based
                 optimizer.
         """
-        super().__init__(
-            optimizer, runner, step_has_collectives=step_has_collectives and not own_step
-        )
-        self._make_state = None if own_step else make_state
-        self._never_written = frozenset() if own_step else never_written
-        self._most_copied = LARGE if own_step else most_copied
+        super().__init__(optimizer, runner, step_has_collectives=step_has_collectives)
+        self._make_state, self._never_written = make_state, never_written
+        self._most_copied = most_copied
         self._runs_step = False
         self._decision: Decision | None = None
         self._decision_of_step: Decision | None = None
