@@ -103,7 +103,8 @@ class HandwrittenStep(StepStrategy):
             scale: see :class:`StepStrategy`.
         """
         self.check_step()
-        decision = self.unscale(request)
+        with torch.no_grad():
+            decision = self.unscale(request)
         followed = decision or request.earlier_decision
         if decision is None and self.agreement() is not None:  # other ranks may step
             decision = followed
@@ -140,6 +141,7 @@ class HandwrittenStep(StepStrategy):
         pending = self.phase.pending
         return None if pending is None else pending.request
 
+    @torch.no_grad()
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients are unscaled in place."""
         if self.observers.causes:

@@ -218,9 +218,8 @@ class Masters(RefersToOptimizer):
         self._at_unscale.note_versions()
         _copy_each(copies, grads)
 
-    @torch.no_grad()
     def unscale(self, request: Request, *, write: bool = True) -> Decision | None:
-        """Unscale, check and clip the gradients, in place or on the masters.
+        """Unscale, check and clip the gradients, in place or on the masters; without autograd.
 
         Args:
             request: the scale and what to measure; no step is run.

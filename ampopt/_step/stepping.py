@@ -256,7 +256,8 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def _start_pending(self, scale: AnyScale | None, decision: Decision | None) -> Pending:
         """Have the gradients wait for a step, as ``decision`` about them says."""
-        params = [param for _, param in gradients.present(self.optimizer.param_groups)]
+        every = gradients.params_of(self.optimizer.param_groups)
+        params = [param for param in every if param.grad is not None]
         self.phase.pending = pending = Pending(
             self.flag(decision),
             scale,

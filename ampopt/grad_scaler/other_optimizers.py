@@ -6,7 +6,7 @@ inf/NaN after unscaling, and that there is one flag, 0 or 1, for all gradients o
 
 import inspect
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Record:
         optimizer: the optimizer or wrapper that was passed first.
         groups: its ``param_groups``. A wrapper has the same list object as its optimizer.
         scale: the scale by which its gradients are multiplied, on its device.
+        check: checks its gradients.
         process_group: the ranks that all-reduce the overflow flag of its steps.
         stage: torch's ``OptState``: ready, unscaled or stepped. Unless it is ready, the gradients
             are unscaled.
@@ -40,12 +41,12 @@ class Record:
         owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
         holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
         pending: the holder's pending unscale, to detect that it was discarded since.
-        check: checks its gradients.
     """
 
     optimizer: Any
     groups: list[dict[str, Any]]
     scale: LossScale
+    check: OverflowCheck
     process_group: Any = None
     stage: OptState = OptState.READY
     found_inf: Tensor | None = None
@@ -53,7 +54,6 @@ class Record:
     owned: bool = False
     holder: Any = None
     pending: Any = None
-    check: OverflowCheck = field(default_factory=OverflowCheck)
 
     def of(self, optimizer: Any) -> bool:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 from ampopt._argument_checks import check_device_type
 from ampopt._step import gradients
 from ampopt._step.gradients import device_of
+from ampopt._step.overflow import OverflowCheck
 from ampopt._step.ranks import UnpicklableGroup, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
@@ -474,15 +475,13 @@ class GradScaler(scheduled.ScheduledScaler):
             if device not in self._replicas:
                 self._replicas[device] = scheduled.on(device, scale)
             scale = self._replicas[device]
-        group = self.process_group
-        inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
-        if group is not None and isinstance(inner, Optimizer):
-            if inner._ampopt.process_group is None:
+        if (group := self.process_group) is not None:
+            inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
+            if isinstance(inner, Optimizer) and inner._ampopt.process_group is None:
                 inner._ampopt.process_group = group
-        record = Record(optimizer, optimizer.param_groups, scale, group)
-        for last in self._stepped_records:
-            if last.of(optimizer):
-                record.check = last.check
+        checks = [last.check for last in self._stepped_records if last.of(optimizer)]
+        check = checks[-1] if checks else OverflowCheck()
+        record = Record(optimizer, optimizer.param_groups, scale, check, group)
         self._records.append(record)
         return record
 
