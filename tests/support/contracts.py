@@ -86,11 +86,12 @@ OF_ONE_RULE: dict[str, Any] = {f"test_{name}": None for name in OF_ANY_RULE}
 """Class attributes that remove from the contract of a rule what those of other rules show."""
 OF_ONE_KERNEL: dict[str, Any] = {
     **OF_ONE_RULE,
+    "test_any_sequence_of_calls": None,
     "test_complex_parameters": None,
     "test_half_precision_parameters": None,
     "test_layout_does_not_matter": None,
 }
-"""Those, and what kernels load and store for any rule in the same way."""
+"""Those, and what kernels load, store and keep between calls for any rule in the same way."""
 assert all(hasattr(OptimizerContract, name) for name in OF_ONE_KERNEL)
 
 INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
