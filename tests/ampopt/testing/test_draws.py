@@ -11,8 +11,8 @@ import ampopt
 from ampopt.testing import Blueprint, History, OptimizerContract
 from ampopt.testing.invariants.examples import ending_in_overflow, ending_well, scales, ways
 
-NUMBER = 300
-"""Three times the examples that Hypothesis draws by default.
+NUMBER = 150
+"""Of each kind of training; of both, three times what Hypothesis draws by default.
 
 What it draws depends on the modules that other tests have imported, and no class of examples may be
 missed at random.
