@@ -156,8 +156,10 @@ def test_the_interpreters_own_replacements_are_put_in_and_taken_out():
         scope.restore()
         return changes
 
+    # The first puts back what ``tl.tensor`` had inherited, as an attribute of its own.
+    replacements = [replaced()]
     before = dict(vars(tl)), dict(vars(tl.tensor))
-    replacements = [replaced() for _ in range(3)]
+    replacements += [replaced(), replaced()]
     with plain_interpreter():
         scope = ours._patch_lang(function)
         expected = [(owner, name) for owner, name, _ in scope._changes]
