@@ -246,6 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         entries = [group.get(ranks.REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
+        self._ampopt.phase.forget_scales()
         for group, replicated in zip(self.param_groups, entries, strict=True):
             if replicated is not None:
                 group.setdefault(ranks.REPLICATED, replicated)

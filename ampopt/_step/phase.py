@@ -176,3 +176,7 @@ class Phase:
         generation = getattr(scale, "_generation", None)
         if generation is not None and next_scale is not scale:
             self._stepped_with.add(weakref.ref(generation, self._stepped_with.discard))
+
+    def forget_scales(self) -> None:
+        """Allow all scales again: the run goes back to a state that may have had one of them."""
+        self._stepped_with.clear()

@@ -314,6 +314,19 @@ def test_a_plain_step_after_unscale_counts_as_stepping_with_the_scale(param):
         optimizer.unscale(grads_scaled_by=scale)
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+def test_a_run_that_goes_back_to_an_earlier_state_may_use_its_scale_again(param, cls):
+    """A search for a learning rate keeps the state and the scale, steps, and returns to both."""
+    optimizer = cls([param])
+    first = ampopt.DynamicLossScale(init_scale=4.0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.unscale_and_step(grads_scaled_by=first)
+    with pytest.raises(RuntimeError, match="used by an earlier step"):
+        optimizer.unscale_and_step(grads_scaled_by=first)
+    optimizer.load_state_dict(saved)
+    assert not optimizer.unscale_and_step(grads_scaled_by=first).skipped
+
+
 def test_unscale_leaves_unscaled_gradients_to_read(param):
     optimizer = sgd(param)
     optimizer.unscale(grads_scaled_by=4.0)
