@@ -222,6 +222,29 @@ def test_a_loss_that_is_not_finite_is_skipped_and_not_added_to_the_statistics(ba
     assert scale.item() == 8.0
 
 
+@pytest.mark.parametrize(
+    ("cls", "split", "fix"),
+    [
+        (Plain, False, r"step without a closure, with unscale_and_step\(grads_scaled_by=scale"),
+        (ampopt.AdamW, True, r"Use unscale_and_step\(closure, grads_scaled_by=scale\)"),
+    ],
+)
+def test_closures_whose_step_no_condition_can_skip_are_refused(cls, split, fix):
+    optimizer, param = made(cls)
+    ampopt.skip_when(optimizer, norm=2.0)
+
+    def closure(scale: Any) -> Any:
+        give(param, 1.0, scale)
+        return (1.0, *optimizer.unscale(grads_scaled_by=scale)) if split else 1.0
+
+    with pytest.raises(RuntimeError, match=f"skip_when.*{fix}"):
+        if split:
+            optimizer.step_after_unscale(closure, current_grad_scale=8.0)
+        else:
+            optimizer.unscale_and_step(closure, grads_scaled_by=8.0)
+    assert torch.equal(param, torch.ones(4))
+
+
 def test_a_closure_is_not_run_again_for_a_large_norm():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)

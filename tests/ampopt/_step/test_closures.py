@@ -377,6 +377,18 @@ def test_giving_up_leaves_no_scale_for_the_next_plain_step(form, cls):
     assert bits(training.params) == bits(untouched.params)
 
 
+def test_without_a_scale_a_closure_may_return_no_loss():
+    training = Training(ampopt.SGD)
+
+    def closure(scale: Any) -> None:
+        training.closure(scale)
+
+    assert training.optimizer.unscale_and_step(closure).loss is None
+    twin = Training(ampopt.SGD)
+    twin.optimizer.step(lambda: twin.closure(None))
+    assert all(map(torch.equal, training.params, twin.params))
+
+
 def test_giving_up_restores_containers_and_tensors_of_groups():
     class Hoarder(Plain):
         """Keeps state in tuples, dicts and lists, and a tensor in the param group."""
