@@ -127,6 +127,16 @@ def test_hooks_and_profilers_of_torch_see_the_steps_of_control_points(cls, bad, 
 
 
 @on_eager
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("seen", [seen_by_hooks_of_all, seen_by_a_profiler, seen_by_a_scheduler])
+def test_they_see_the_steps_of_a_hand_written_optimizer(bad, seen):
+    param = Parameter(torch.ones(3))
+    optimizer = Plain([param])
+    param.grad = torch.tensor([1.0, INF if bad else 2.0, 4.0])
+    assert seen(lambda: optimizer.unscale_and_step(grads_scaled_by=1.0), optimizer)
+
+
+@on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_pre_hook_may_replace_the_arguments_of_the_step(cls):
     param = Parameter(torch.ones(3))
