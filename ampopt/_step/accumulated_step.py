@@ -71,7 +71,6 @@ def end_cycles(
         check=is_checked,
         max_norm=None,
         write=False,
-        apply=False,
         measure=False,
         causes=(),
         loss=None,
@@ -86,7 +85,6 @@ def end_cycles(
         unscaled=True,
         check=flags is not None and bool(request.causes),
         write=False,
-        apply=False,
         measure=request.measure and clips,  # else the step does, unclipped
     )
     if flags is None:

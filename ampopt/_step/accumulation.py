@@ -252,7 +252,6 @@ class Accumulation(RefersToOptimizer):
                 found_inf=reject,
                 check=True,
                 accumulate=True,
-                apply=False,
                 agree=None if checks_first else all_reduce,
             )
             rows = self._rows_of_sums(cycle, present) if rows is None else rows
@@ -383,7 +382,7 @@ class Accumulation(RefersToOptimizer):
         share = cycle.n_kept.clamp(min=1) / (
             calls.clamp(min=1) if isinstance(calls, Tensor) else calls
         )
-        rescale_request = Request(scale=share, check=request.check, write=True, apply=False)
+        rescale_request = Request(scale=share, check=request.check, write=True)
         params = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param].total)) for _, param, _ in params]
         if sums:

@@ -37,7 +37,7 @@ def decided_elsewhere(
     """
     if all_reduce is None or device is None:
         return None
-    check_request = replace(request, write=False, apply=False, agree=all_reduce)
+    check_request = replace(request, write=False, agree=all_reduce)
     known = [check.statistics for check in request.checks(device) if check.statistics is not None]
     before = [statistics.clone() for statistics in known]
     decision = run(backend_for, [Work(device, [])], check_request)
@@ -69,7 +69,7 @@ def check_and_unscale(
     """
     if not rows.present:
         return decided_elsewhere(request, all_reduce, device)
-    request = replace(request, write=write, apply=False, agree=all_reduce)
+    request = replace(request, write=write, agree=all_reduce)
     try:
         decision = run(backend_for, rows.works, request)
     finally:

@@ -41,8 +41,8 @@ class Backend(ABC):
     can_compile: bool = True
     """Whether everything that :meth:`prepare` was called for could be compiled."""
 
-    def unscales_in_update(self, request: Request) -> bool:
-        """Whether update, and not detect, stores the unscaled gradients of ``request``.
+    def unscales_in_update(self, work: Work, request: Request) -> bool:
+        """Whether update, and not detect, stores the unscaled gradients of ``work``.
 
         All works of a step that stores them have backends of one kind.
         """
@@ -77,8 +77,7 @@ class Backend(ABC):
 
         By torch operations on 0-d tensors of the device, or on Python numbers if :attr:`host_sees`.
         Updates the statistics of the skip conditions of ``request``.
-        A backend that overrides this may advance the scalar states of ``work`` too, if
-        ``request.apply``.
+        A backend that overrides this may advance the scalar states of ``work``, too.
         """
         device = work.device
         in_numbers = self.host_sees
@@ -120,7 +119,7 @@ class Backend(ABC):
         for check, new in zip(checks, statistics, strict=True):
             _write(check, new)
 
-        unscales = self.unscales_in_update(request)
+        unscales = self.unscales_in_update(work, request)
         inverse: Any = 1.0  # if detect has stored the gradients unscaled
         if request.grad_scale is not None and (unscales or not request.write):
             inverse = reciprocal(scale)
@@ -203,19 +202,19 @@ def run(
     if not all([backend.can_compile for backend in backends]):  # then "auto" has another one
         backends = [backend_for(work.device) for work in works]
     first_request, partials = requests[0], None
-    writes = request.write and not backends[0].unscales_in_update(request)
+    writes = request.write and not backends[0].unscales_in_update(works[0], request)
     if request.needs_agreement or writes or request.measure or request.accumulate:
         first_request, partials = _detected(backends, works, requests)
     decision = backends[0].control(works[0], first_request, partials)
-    if request.apply:
+    rule = works[0].rule
+    if rule is not None:
         decisions = [decision] + [
             backend.taken_over(work, _on_device(decision, work.device))
             for backend, work in zip(backends[1:], works[1:], strict=True)
         ]
-        rule = works[0].rule
-        if rule is not None and rule.averages is not None:
+        if rule.averages is not None:
             _average_lines(backends, works, decisions, request)
-        if rule is not None and rule.reduces:
+        if rule.reduces:
             parts = zip(backends, works, decisions, strict=True)
             own = [backend.reduce(work, decided) for backend, work, decided in parts]
             sums = over_all(works, own, request.agree_on_sums)

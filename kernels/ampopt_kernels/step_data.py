@@ -52,7 +52,6 @@ class Request:
             that ``update`` need not unscale, or ``update``: see :meth:`Backend.unscales_in_update`.
         accumulate: whether detect adds the unscaled gradients to the sums that ``param`` of each
             row is. No update is applied then.
-        apply: whether to advance scalar states and update parameters.
         agree: ``agree(partials, found_inf, device) -> partials``: all-reduces flags and sums of
             squares over ranks, and returns one flag and one sum, on ``device``.
         agree_on_sums: all-reduces the sums that ``Rule.reduce`` asks for.
@@ -78,7 +77,6 @@ class Request:
     max_norm: float | None = None
     write: bool = False
     accumulate: bool = False
-    apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
     agree_on_sums: AgreeOnSums | None = None
     agree_on_lines: AgreeOnLines | None = None

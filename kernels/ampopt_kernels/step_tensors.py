@@ -172,7 +172,8 @@ class Work:
         rows: one for each parameter, in any order. A row may have no elements.
         present: for each row 1 if its parameter has a gradient in this step, else 0;
             ``None`` if every one has. A step does not change the tensors of the other rows.
-        rule: the update rule; ``None`` if gradients are only read or accumulated.
+        rule: the update rule; ``None`` if gradients are only read or accumulated, and nothing is
+            updated.
         hyper: the numbers that ``rule.hyper_values`` returns, for each *variant*: each param group,
             or each kind of parameter in it, if ``rule.entries`` tells kinds apart.
         uploads: constants that are on the device already, kept from step to step.

@@ -69,14 +69,14 @@ class _Checks:
 
 _SCALE, _POLICY = torch.ones(()), PolicyConstants(*[0.5] * len(PolicyConstants._fields))
 _SCALED = Request(scale=_SCALE, policy=_POLICY, counters=torch.zeros(2, dtype=torch.int32))
-_ACCUMULATE = Request(scale=_SCALE, accumulate=True, apply=False)
+_ACCUMULATE = Request(scale=_SCALE, accumulate=True)
 REQUESTS = {
     "scaled": _SCALED,
     "plain": Request(check=False),
     "flag given": Request(scale=_SCALE, found_inf=torch.zeros(())),
     "norm": Request(check=False, max_norm=1.0),
     "scaled norm": Request(scale=_SCALE, max_norm=1.0),
-    "unscale": Request(scale=_SCALE, write=True, apply=False),
+    "unscale": Request(scale=_SCALE, write=True),
     "unaligned": Request(scale=_SCALE),
     "watched": Request(scale=_SCALE, measure=True),
     "accumulate": _ACCUMULATE,
@@ -290,7 +290,8 @@ def launches(case: Case) -> list[RecordedLaunch]:
         states = [torch.zeros(part.beside((1, 64))) for part in parts]
         row.row_column_means = RowColumnMeans(over, states, torch.empty(1, 64), row.compute_dtype)
     hyper = [[0.5] * count_hyper(rule, case.flags)]
-    work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
+    steps_by = None if case.request == "unscale" else rule
+    work = Work(torch.device("cpu"), [row], [tensor(low)], steps_by, hyper)
     if case.request.startswith("accumulate"):
         row = ParamRow(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
         work = Work(torch.device("cpu"), [row], [tensor(low)])

@@ -98,7 +98,7 @@ def test_in_control(engine, constants, history, start):
     for overflow, expected in zip(
         history, expected_history(start, history, constants), strict=True
     ):
-        request = Request(scale, constants, counters, apply=False)
+        request = Request(scale, constants, counters)
         partials = Partials(torch.tensor([float(overflow)]), None)
         decision = backend.control(work, request, partials)
         assert decision.scale is not None

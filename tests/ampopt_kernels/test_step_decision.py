@@ -53,7 +53,6 @@ def decide(engine: Any, checks: Any, norm: Any, loss: Any, **options: Any) -> De
         loss=torch.full((1,), loss, dtype=torch.float64)
         if any(not check.of_norm for check in checks)
         else None,
-        apply=False,
         **options,
     )
     partials = Partials(torch.zeros(2), squares if request.max_norm else None)
@@ -196,7 +195,7 @@ def test_an_overflow_is_not_added_to_a_window(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_without_parts_does_not_overflow(engine):
-    request = Request(causes=(Cause(Check(3.0, 0.0, 1.0)),), loss=torch.ones(1), apply=False)
+    request = Request(causes=(Cause(Check(3.0, 0.0, 1.0)),), loss=torch.ones(1))
     partials = Partials(torch.zeros(0, device=CPU), None)
     decision = ENGINES[engine]().control(Work(CPU, []), request, partials)
     assert decision.cause is not None

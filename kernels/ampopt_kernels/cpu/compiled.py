@@ -53,16 +53,16 @@ class Compiled(Backend):
         self._falls_back = falls_back
         self._try(GradientTable(torch.float32, torch.float32, array("q")).compile)
 
-    def unscales_in_update(self, request: Request) -> bool:
+    def unscales_in_update(self, work: Work, request: Request) -> bool:
         """See :meth:`Backend.unscales_in_update`. This reads and writes gradients once less."""
-        return request.write and request.apply
+        return request.write and work.rule is not None
 
     def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
         table, rule = Table.of(work), None
-        if table.kinds is None and (request.accumulate or request.apply):
+        if table.kinds is None:
             rule = ACCUMULATION if request.accumulate else work.rule
-        unscales = request.write and not self.unscales_in_update(request)
+        unscales = request.write and not self.unscales_in_update(work, request)
         if rule is not None or unscales:
             self._try(functools.partial(table.compile, work, rule, unscales=unscales))
 
@@ -116,7 +116,7 @@ class Compiled(Backend):
             overflows = [bool(flags[place]) for place in places]
             own = None if own is None else own.T
             reports = (GradientReport(overflows, places, work.owners, own),)
-        if request.write and not self.unscales_in_update(request):
+        if request.write and not self.unscales_in_update(work, request):
             _unscale(work, inverse)
         no_flags = finite and squares is None
         return Partials([] if no_flags else list(map(bool, flags)), squares, reports)

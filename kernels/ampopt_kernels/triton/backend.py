@@ -50,7 +50,7 @@ class Triton(Backend):
 
     def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Compiles by launching 0 programs."""
-        if self._compiles and request.apply:
+        if self._compiles and work.rule is not None:
             self._prepare_update(work, decides=decides)
         if self._compiles and (request.write or request.accumulate or request.causes):
             self._prepare_decision(work, request, decides=decides)
@@ -85,7 +85,7 @@ class Triton(Backend):
             *(request.check, request.drop, request.policy is None, request.agree is None),
             *(None if tensor is None else tensor.dtype for tensor in tensors),
             tuple(None if tensor is None else tensor.numel() for tensor in statistics),
-            request.apply and (work.rule, table.flag_sets, work.scalar_dtypes, len(work.hyper[0])),
+            work.rule and (work.rule, table.flag_sets, work.scalar_dtypes, len(work.hyper[0])),
         )
         if kind in self._prepared:
             return
@@ -147,7 +147,7 @@ class Triton(Backend):
             else None,
             scale=torch.empty_like(scale) if has_policy and scale is not None else None,
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
-            h=_h_table(work, to_reduce=_reduces(work)) if request.apply else None,
+            h=_h_table(work, to_reduce=_reduces(work)) if work.rule is not None else None,
             reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,

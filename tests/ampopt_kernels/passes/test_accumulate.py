@@ -45,7 +45,7 @@ def unscaled(grad: torch.Tensor, scale: float | None) -> torch.Tensor:
 
 def request(scale: float | None, **kwargs: Any) -> Request:
     value = None if scale is None else torch.tensor(scale)
-    return Request(scale=value, accumulate=True, apply=False, **kwargs)
+    return Request(scale=value, accumulate=True, **kwargs)
 
 
 def accumulated(engine: str, work: Work, asked: Request) -> Partials:

@@ -55,7 +55,6 @@ def test_decides(engine, flags, external, scale, check, drop, shape):
         check=check,
         found_inf=None if external is None else torch.full(shape, external),
         drop=drop,
-        apply=False,
     )
     usable = scale is None or 0 < scale < math.inf
     overflow = (external or 0.0) > 0 or (check and (1.0 in flags or not usable))
@@ -83,7 +82,7 @@ def test_decides(engine, flags, external, scale, check, drop, shape):
 def test_clips_as_torch_does(engine, squares, max_norm):
     decision = decide(
         engine,
-        Request(check=False, max_norm=max_norm, apply=False),
+        Request(check=False, max_norm=max_norm),
         parts([0.0] * len(squares), squares),
     )
     norm = math.sqrt(math.fsum(squares))
@@ -99,7 +98,7 @@ def test_clips_as_torch_does(engine, squares, max_norm):
 @each_engine
 @given(norm=st.sampled_from([math.inf, math.nan]), max_norm=st.sampled_from([0.0, 1.0, math.inf]))
 def test_a_norm_that_is_not_finite_clips_as_torch_does(engine, norm, max_norm):
-    request = Request(check=False, max_norm=max_norm, apply=False)
+    request = Request(check=False, max_norm=max_norm)
     decision = decide(engine, request, parts([1.0], [norm]))
     assert decision.norm is not None
     assert not decision.norm.isfinite()
@@ -121,7 +120,7 @@ def test_the_next_scale_follows_the_schedule(engine, value, growth, budget, flag
     """Scale and counters are new tensors with the values of the policy; the old ones stay."""
     scale, counters = torch.full(shape, value), torch.tensor([growth, budget], dtype=torch.int32)
     before = bits((scale, counters))
-    request = Request(scale, POLICY, counters, drop=drop, apply=False)
+    request = Request(scale, POLICY, counters, drop=drop)
     decision = decide(engine, request, parts(flags))
     expected = torch_language.bind(next_scale)(
         value, growth, budget, max([0.0, *flags]), tuple(POLICY)
@@ -140,7 +139,7 @@ def test_the_next_scale_follows_the_schedule(engine, value, growth, budget, flag
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_unusable_scale_is_an_overflow(engine, scale, dtype):
     """Gradients divided by infinity are finite zeros, so the scale is tested, too."""
-    request = Request(torch.tensor(scale, dtype=dtype), apply=False)
+    request = Request(torch.tensor(scale, dtype=dtype))
     decision = decide(engine, request, parts([0.0]))
     assert decision.found_inf > 0
     assert decision.skip > 0
@@ -150,7 +149,7 @@ def test_an_unusable_scale_is_an_overflow(engine, scale, dtype):
 def test_an_unusable_scale_backs_off(engine):
     """For the schedule, too, an unusable scale is an overflow."""
     scale, counters = torch.tensor(math.inf), torch.tensor([1, 1], dtype=torch.int32)
-    decision = decide(engine, Request(scale, POLICY, counters, apply=False), parts([0.0]))
+    decision = decide(engine, Request(scale, POLICY, counters), parts([0.0]))
     assert decision.found_inf > 0
     assert decision.counters is not None
     assert decision.counters[0] == 0

@@ -95,7 +95,7 @@ def test_write_stores_the_unscaled_gradients(engine, plan, scale):
     exact = [row.dtype != torch.bfloat16 or engine != "triton" for row in plan.rows]
     wide = unscaled(built, scale)
     expected = [w.to(row.grad_dtype) for w, row in zip(wide, built.rows, strict=True)]
-    partials = ENGINES[engine]().detect(built.work, request(scale, write=True, apply=False))
+    partials = ENGINES[engine]().detect(built.work, request(scale, write=True))
     for grad, value, whole in zip(built.grads, expected, exact, strict=True):
         if whole:
             assert fingerprint(grad) == fingerprint(value)
@@ -126,7 +126,7 @@ def test_squares_add_up_to_the_norm(engine, write, plan, scale):
 @each_engine
 def test_gradients_that_are_unscaled_already_are_not_divided(engine):
     work = Work(CPU, [ParamRow(torch.float32)], [torch.full((3,), 2.0)])
-    of_sums = request(4.0, max_norm=1.0, unscaled=True, apply=False)
+    of_sums = request(4.0, max_norm=1.0, unscaled=True)
     partials = ENGINES[engine]().detect(work, of_sums)
     assert partials.squares is not None
     assert partials.squares.tolist() == pytest.approx([12.0])

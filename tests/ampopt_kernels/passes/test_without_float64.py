@@ -13,6 +13,7 @@ from ampopt_kernels.eager import Eager
 from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Request
+from ampopt_kernels.step_tensors import Work
 
 
 class NoFloat64(TorchDispatchMode):
@@ -53,10 +54,11 @@ def test_a_step_makes_no_float64(plan: WorkPlan, max_norm, overflow):
         found_inf=torch.tensor(float(overflow)),
         max_norm=max_norm,
     )
+    gradients_alone = Work(built.work.device, built.rows, built.grads)
     before = built.fingerprints()
     with NoFloat64():
         decision = run(lambda _: Eager(), [built.work], request)
-        run(lambda _: Eager(), [built.work], Request(write=True, apply=False))
+        run(lambda _: Eager(), [gradients_alone], Request(write=True))
     assert (decision.found_inf > 0).item() == overflow
     assert decision.scale is not None
     assert decision.scale.item() == (1.0 if overflow else 4.0)
