@@ -224,9 +224,7 @@ def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor)
     """
     codes, scales = state[part.name], state.get(scale_key(part.name))
     if not has_codes(state, part):
-        if (
-            scales is not None
-        ):  # code that pads states by float zeros, for one, makes floats of codes
+        if scales is not None:  # codes became floats, as by torch.cat with float zeros
             raise TypeError(
                 f"{what} is {codes.dtype} beside {scale_key(part.name)!r}, the scales of its 8-bit "
                 "codes, so it may have been computed from the codes as if they were values. If it "
