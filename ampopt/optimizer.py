@@ -569,6 +569,8 @@ def _step_scaled_gradients(
     cycle = ours.accumulation.cycle
     if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
         return StepResult(optimizer.step(), ours.flag(None), None)
+    if scale is None:
+        ours.untold_scale.warn()
     request = request_for(scale, max_norm=max_norm, write=write)
     attempt = ours.attempt if cycle is None else ours.attempt_with_sums
     decision, result, _ = attempt(request, scale=scale)

@@ -1,7 +1,6 @@
 """How a hand-written ``step()``, which knows nothing of loss scales, is run or skipped."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from ampopt._step.step_rollback import LARGE, SkipPolicy, skip_policy_of
 from ampopt._step.step_snapshot import Snapshot
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
+from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import AnyScale
 from ampopt_kernels.step_data import Decision, Request
 
@@ -265,11 +265,10 @@ class HandwrittenStep(StepStrategy):
 
 def _warn_of_own_step(name: str) -> None:
     """Warn that skipping an overridden ``step`` of a rule costs a rollback or a synchronization."""
-    warnings.warn(
+    warn_user(
         f"{name}.step overrides the step of a rule. So a step that overflows is run and rolled "
         "back, or every step waits for the overflow flag. If the override only refuses some steps, "
         "define check_step() instead. If its own code need not be skipped, set "
         'skip_by = "step" in the class. Otherwise set skip_by = "transaction" or "host"',
         UserWarning,
-        stacklevel=2,
     )

@@ -5,7 +5,6 @@ part is the parameter (``ampopt_kernels.low_bits``). To hold unscaled gradients,
 gets a float32 copy, which is kept until the step.
 """
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
+from ampopt._warnings import warn_user
 from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, needs_master
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
@@ -336,15 +336,13 @@ class Masters(RefersToOptimizer):
         if grad is None or grad is not early.grad() or version(grad) != early.version:
             return
         self._warned_of_reading = True
-        warnings.warn(
+        warn_user(
             "optimizer.master_params() was read after backward() and before the gradients were "
             "unscaled: the masters had no gradients yet, so clip_grad_norm_() of them has clipped "
             "nothing. Give max_norm= to unscale_and_step(); or call "
             "optimizer.unscale(grads_scaled_by=scale) before clip_grad_norm_(), and "
             "step_after_unscale() after it. With a scaler, call scaler.unscale_(optimizer) before "
             "clip_grad_norm_()",
-            UserWarning,
-            stacklevel=2,
         )
 
     def check_float16(self, with_grads: list[gradients.ParamWithGrad]) -> None:

@@ -1,6 +1,5 @@
 """Checks, before a step changes anything, of parameters, gradients and options for a rule."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ampopt._step.rule_state import is_complete
 from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import WrittenTensors, check_memory, check_state
 from ampopt._step.torch_private import check_for_fused
+from ampopt._warnings import warn_user
 from ampopt.options import (
     MASTER_WEIGHTS,
     PARAM_ROUNDING,
@@ -209,14 +209,12 @@ class Checks(RefersToOptimizer):
             ]
             if states:
                 self._warned_of_float16 = True
-                warnings.warn(
+                warn_user(
                     f"{type(optimizer).__name__} keeps {', '.join(part.name for part in states)} "
                     f"of {gradients.name_of(optimizer.param_groups, param)} in float16, as torch's "
                     "optimizers do: small values become zero there, such as squares of gradients "
                     "below 2**-12, and steps then are much too long. Pass master_weights=True, or "
                     "keep the parameters in float32 and run the model under torch.autocast",
-                    UserWarning,
-                    stacklevel=2,
                 )
                 return
 

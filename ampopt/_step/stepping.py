@@ -5,7 +5,6 @@ There are two ways: :mod:`by_rule` runs an update rule, :mod:`handwritten_step` 
 """
 
 import inspect
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import LeftOut
 from ampopt._step.torch_private import undo_state_initialization
 from ampopt._step.untold_scale import UntoldScale
+from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import AnyScale
 from ampopt.loss_scale.step_scale import as_loss_scale, next_scale_of, request_for
 from ampopt.results import as_flag
@@ -325,13 +325,12 @@ class StepStrategy(RefersToOptimizer, ABC):
             call = "to_empty"
         if call is not None:
             self._warned_without_gradients = True
-            warnings.warn(
+            warn_user(
                 f"no parameter of this {type(optimizer).__name__} has a gradient, so nothing was "
                 f"stepped. If {call} was called after the optimizer was made, the model has other "
                 "parameters by now, which the optimizer never updates: make the optimizer after "
                 f"{call}. If no gradient is expected yet, ignore this",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     # --- scales -----------------------------------------------------------------------------------

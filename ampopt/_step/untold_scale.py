@@ -1,12 +1,12 @@
 """Warns of a call that is told of no scale, though a loss was multiplied by one."""
 
-import warnings
 from typing import Any
 
 import torch
 
 from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
+from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import LossScale, host_may_read
 from ampopt.loss_scale.scalings import scalings, untold_scale
 
@@ -43,12 +43,11 @@ class UntoldScale(RefersToOptimizer):
         """Warn, once, of a call without a scale, if its gradients seem to have one."""
         if not self._warned and self.is_in_gradients():
             self._warned = True
-            warnings.warn(
+            warn_user(
                 "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
                 f"{type(self.optimizer).__name__} was called by step(), or without "
                 "grads_scaled_by, which does not divide the gradients by the scale. Pass the "
                 "scale, as in unscale_and_step(grads_scaled_by=scale). If the gradients are those "
                 "of another loss, ignore this",
                 RuntimeWarning,
-                stacklevel=4,
             )

@@ -5,7 +5,6 @@ inf/NaN after unscaling, and that there is one flag, 0 or 1, for all gradients o
 """
 
 import inspect
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from ampopt._step import gradients
 from ampopt._step.overflow import OverflowCheck
 from ampopt._step.torch_private import mark_as_called
+from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.results import as_flag
@@ -170,10 +170,9 @@ def _skips_by_itself(optimizer: Any) -> bool:
 
 def warn_of_scaler() -> None:
     """Warn as torch's scaler does, at the line that calls ``GradScaler.step``."""
-    warnings.warn(
+    warn_user(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
         "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
         FutureWarning,
-        stacklevel=3,
     )

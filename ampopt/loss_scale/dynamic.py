@@ -1,6 +1,5 @@
 """The loss scale that falls after overflows and grows after a run of finite steps."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._argument_checks import check_count
+from ampopt._warnings import warn_user
 from ampopt.loss_scale.arguments import check_flag, check_scale_number
 from ampopt.loss_scale.base import Device, LossScale, host_may_read
 from ampopt.loss_scale.presets import PRESETS
@@ -41,13 +41,12 @@ class Collapse:
             return
         self._has_warned = True
         where = f", its floor (min_scale={floor:g})" if at_floor else ""
-        warnings.warn(
+        warn_user(
             f"the loss scale has fallen from {start:g} to {value:g}{where}: one step after another "
             "overflowed. The usual cause is inf or NaN in the data or the parameters, which no "
             "scale prevents. float16 gradients may all be 0 under such a scale. Run a batch under "
             "ampopt.first_nonfinite(model) to find the first module that returns inf or NaN, fix "
             "it, and restart from a checkpoint before the fall, its loss scale included",
-            stacklevel=4,
         )
 
 
