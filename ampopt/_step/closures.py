@@ -185,7 +185,10 @@ def _step_with_replays(
             loss, verdict = evaluate(scale)
         finally:
             ours.in_closure = False
-            note_told()  # the closure got the scale, also if it raised
+            if scale is None:
+                ours.untold_scale.warn()
+            else:
+                note_told()  # the closure got the scale, also if it raised
         if agreement is not None:
             ours.check_gradients()  # an error here is still all-reduced to the other ranks
         return loss, verdict

@@ -1,5 +1,6 @@
 """A step that is told of no scale, although a loss was multiplied by one, warns once."""
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable
@@ -36,7 +37,8 @@ def warned(call: Callable[[], Any]) -> int:
         call()
     texts = [str(warning.message) for warning in caught]
     assert all("scale_outputs" in text and "unscale_and_step(grads" in text for text in texts)
-    assert all(warning.filename == __file__ for warning in caught)  # the user's line
+    users = (__file__, inspect.getfile(Plain))  # whose step calls the closure
+    assert all(warning.filename in users for warning in caught)
     return len(texts)
 
 
@@ -90,15 +92,28 @@ def test_sums_and_second_rules_that_are_told_of_no_scale_warn(cls, call):
     assert warned(getattr(optimizer, call)) == 1
 
 
-def test_the_closure_of_a_plain_step_is_seen():
-    model, optimizer = model_and(ampopt.AdamW)
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain, ampopt.LBFGS])
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda optimizer, closure: optimizer.step(closure),
+        lambda optimizer, closure: optimizer.unscale_and_step(closure),
+        lambda optimizer, closure: optimizer.unscale_and_step(closure, max_norm=1.0),
+        lambda optimizer, closure: optimizer.step_after_unscale(
+            lambda scale: (closure(), *optimizer.unscale(scale)), current_grad_scale=None
+        ),
+    ],
+    ids=["step", "unscale_and_step", "clipped", "step_after_unscale"],
+)
+def test_a_closure_that_scales_without_being_given_a_scale_is_seen(cls, step):
+    model, optimizer = model_and(cls)
 
-    def closure() -> torch.Tensor:
+    def closure(scale: Any = None) -> torch.Tensor:
         optimizer.zero_grad()
         ampopt.scale_outputs(loss_of(model), 4.0).backward()
         return loss_of(model)
 
-    assert warned(lambda: optimizer.step(closure)) == 1
+    assert warned(lambda: step(optimizer, closure)) == 1
 
 
 # --- no false alarm -------------------------------------------------------------------------------
