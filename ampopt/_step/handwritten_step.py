@@ -270,5 +270,4 @@ def _warn_of_own_step(name: str) -> None:
         "back, or every step waits for the overflow flag. If the override only refuses some steps, "
         "define check_step() instead. If its own code need not be skipped, set "
         'skip_by = "step" in the class. Otherwise set skip_by = "transaction" or "host"',
-        UserWarning,
     )

@@ -133,11 +133,9 @@ class Agreement:
         would wait for each other without end.
         """
         most = torch.tensor(count_of_groups(), device=device)
-        for group in self._groups:
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group)
+        self._all_reduce(most, self._groups, torch.distributed.ReduceOp.MAX)
         for _ in range(int(most) - count_of_groups()):
-            alone = [torch.distributed.get_rank()]
-            torch.distributed.new_group(alone, use_local_synchronization=True)
+            torch.distributed.new_group([self._here], use_local_synchronization=True)
 
     def in_norm(self, tensor: Any, group: int, key: int) -> bool:
         """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.
@@ -328,8 +326,8 @@ class Agreement:
             objects = [one for of_rank in of_ranks for one in of_rank]
         return objects
 
-    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any]) -> None:
-        """Add up ``tensor``, in place, over the ranks of ``groups``.
+    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any], op: Any = None) -> None:
+        """Reduce ``tensor``, in place, over the ranks of ``groups``: by a sum, or by ``op``.
 
         Raises:
             RuntimeError: the all-reduce failed, for example by the timeout of the process group.
@@ -339,7 +337,7 @@ class Agreement:
             if size == 1:
                 continue
             try:
-                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
+                torch.distributed.all_reduce(tensor, op or torch.distributed.ReduceOp.SUM, group)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"an all-reduce over {size} ranks has failed: {error}. If it timed out, some "

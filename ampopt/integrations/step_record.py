@@ -1,11 +1,12 @@
 """Counts of an optimizer's steps and skips, kept on the device, to be logged."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ampopt._warnings import warn_user
 
 __all__ = ["StepRecord"]
 
@@ -94,7 +95,7 @@ class StepRecord:
             try:
                 self._watch.load_state_dict(state_dict["watch"])
             except ValueError as error:
-                warnings.warn(f"the watch starts from zero: {error}", RuntimeWarning, stacklevel=2)
+                warn_user(f"the watch starts from zero: {error}", RuntimeWarning)
 
     def remove(self) -> None:
         """Stop counting, and remove the hook from the optimizer."""

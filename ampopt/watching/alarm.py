@@ -1,9 +1,9 @@
 """``Watch.alarm``: warn, a few steps late, that a run no longer trains."""
 
-import warnings
 from dataclasses import dataclass, field
 
 from ampopt._argument_checks import check_bool, check_count, check_number
+from ampopt._warnings import warn_user
 from ampopt.watching.reading import Reading
 
 __all__ = ["Alarm", "Condition"]
@@ -65,7 +65,7 @@ class Condition:
             self._passed_limits.add(kind)
             if self.raises:  # the next reading raises the others
                 raise Alarm(text)
-            warnings.warn(Alarm(text), stacklevel=2)
+            warn_user(text, Alarm)
 
     def _now(self, reading: Reading) -> dict[str, str]:
         """The warning for each limit that ``reading`` exceeds, by a name of the limit."""
