@@ -10,11 +10,11 @@ from ampopt._step.small_states import (
     full_precision,
     has_codes,
     restore_names,
-    scale_key,
 )
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import MASTER_BITS, STATE_BITS
 from ampopt_kernels.rule import MASTER
+from ampopt_kernels.state import scale_key
 
 __all__ = ["full_state_dict"]
 

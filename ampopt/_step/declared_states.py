@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ampopt._step.hyperparameters import kind_of
-from ampopt._step.small_states import RANDOM_KEY, codecs_of, has_codes, scale_key
+from ampopt._step.small_states import RANDOM_KEY, codecs_of, has_codes
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.state import scale_key
 
 __all__ = ["DeclaredStates"]
 

@@ -17,13 +17,14 @@ from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.param_rows import random_key_of
 from ampopt._step.rule_state import convert, is_complete, widen_scalars
-from ampopt._step.small_states import CODES, RANDOM_KEY, codes_key, restore_names, scale_key
+from ampopt._step.small_states import CODES, RANDOM_KEY, restore_names
 from ampopt._step.tensor_subclasses import copy_of, inner_names
 from ampopt._step.torch_private import pytree
 from ampopt.options import needs_master
 from ampopt_kernels import rules
 from ampopt_kernels.codecs import SIGNED
 from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.state import codes_key, scale_key
 
 __all__ = ["check_loaded", "convert_loaded", "loaded_uncast"]
 

@@ -17,7 +17,7 @@ from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rule_state import state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
-from ampopt._step.small_states import RANDOM_KEY, scale_key
+from ampopt._step.small_states import RANDOM_KEY
 from ampopt._step.torch_private import any_flattened_by_fsdp1, is_flattened_by_fsdp1
 from ampopt.options import needs_master, rounds_stochastically
 from ampopt_kernels.element_indices import ElementIndices
@@ -25,6 +25,7 @@ from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.row_column_means import RowColumnMeans
 from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.state import scale_key
 from ampopt_kernels.step_tensors import ParamRow
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like

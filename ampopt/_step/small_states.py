@@ -22,6 +22,7 @@ from ampopt._step.sharding.shards import Run, indices_in, runs_at
 from ampopt.options import STATE_BITS, rounds_stochastically
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
 from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.state import codes_key, scale_key
 
 __all__ = [
     "CODES",
@@ -30,13 +31,11 @@ __all__ = [
     "check_codes",
     "check_whole_blocks",
     "codecs_of",
-    "codes_key",
     "convert_to_codec",
     "full_precision",
     "has_codes",
     "is_large",
     "restore_names",
-    "scale_key",
     "with_saved_names",
 ]
 
@@ -55,16 +54,6 @@ _PARAMS = (torch.float32, torch.float16, torch.bfloat16)
 def is_large(param: Tensor) -> bool:
     """Whether states of ``param`` may be kept in fewer bits: from 8192 elements, over all ranks."""
     return param.numel() >= LEAST
-
-
-def scale_key(name: str) -> str:
-    """The key of the scales of the state ``name``."""
-    return f"{name}_scale"
-
-
-def codes_key(name: str) -> str:
-    """The key, in a state dict, of the codes of the state ``name``."""
-    return f"{name}_codes"
 
 
 def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[str, Any]:

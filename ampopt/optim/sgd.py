@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step.small_states import codes_key, scale_key
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
+from ampopt_kernels.state import codes_key, scale_key
 
 __all__ = ["SGD"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.codecs import BFLOAT16, SIGNED, Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
-from ampopt_kernels.state import MASTER, PARAM, State, conditions_of
+from ampopt_kernels.state import MASTER, PARAM, State, codes_key, conditions_of, scale_key
 
 __all__ = ["MASTER", "PARAM", "ParamKind", "Rule", "State"]
 
@@ -176,10 +176,8 @@ class Rule:
         names = [part.name for part in (*self.state, *self.scalar_state)]
         kept = {MASTER: "masters"}
         for part in self.state:
-            kept |= {
-                f"{part.name}_codes": "8-bit codes",
-                f"{part.name}_scale": "scales of 8-bit codes",
-            }
+            kept[codes_key(part.name)] = "8-bit codes"
+            kept[scale_key(part.name)] = "scales of 8-bit codes"
         for name in names:
             if name in kept or names.count(name) > 1:
                 why = f"is where {kept[name]} are kept" if name in kept else "is declared twice"

@@ -8,12 +8,30 @@ import torch
 
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec
 
-__all__ = ["MASTER", "PARAM", "State", "conditions_of", "shape_of_lines"]
+__all__ = [
+    "MASTER",
+    "PARAM",
+    "State",
+    "codes_key",
+    "conditions_of",
+    "scale_key",
+    "shape_of_lines",
+]
 
 MASTER = "master_param"
 """The key of the float32 master weight in ``optimizer.state[p]``."""
 PARAM = "param"
 """A value for ``State.init``: the state starts as a copy of the parameter."""
+
+
+def scale_key(name: str) -> str:
+    """The key of the scales of the state ``name``."""
+    return f"{name}_scale"
+
+
+def codes_key(name: str) -> str:
+    """The key, in a state dict, of the codes of the state ``name``."""
+    return f"{name}_codes"
 
 
 @dataclass(frozen=True)
