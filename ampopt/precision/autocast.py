@@ -94,6 +94,7 @@ class autocast:
                 operator that writes to its arguments.
         """
         check_device_type("device_type", device_type)
+        device_type = torch.device(device_type).type  # of "cuda:0", too, which torch accepts
         allow, deny = as_tuple("allow", allow), as_tuple("deny", deny)
         check_names(allow, deny)
         low = dict.fromkeys(_spellings(allow), True) | dict.fromkeys(_spellings(deny), False)

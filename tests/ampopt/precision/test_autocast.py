@@ -40,6 +40,12 @@ def test_softmax_means_every_softmax(softmax, dtype):
         assert softmax(X.to(dtype)).dtype == FULL
 
 
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_the_device_may_have_an_index(device):
+    with ampopt.autocast(device, LOW, allow=["softmax"]):
+        assert X.softmax(-1).dtype == (X @ X.T).dtype == LOW
+
+
 @pytest.mark.parametrize("matmul", MATMULS)
 def test_matmul_is_the_operator_too(matmul):
     with autocast(deny=["matmul"]):
