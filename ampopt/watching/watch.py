@@ -429,12 +429,17 @@ class Watch:
 
     def _grow(self) -> None:
         """Extend the statistics by parameters that were added to the optimizer."""
+        taken: set[str] = set().union(*self._names.values())
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in self._places:
                     names = self._names.setdefault(param.device, [])
                     self._places[id(param)] = (param.device, len(names))
-                    names.append(gradients.name_at(group, index, position))
+                    name = gradients.name_at(group, index, position)
+                    if name in taken:  # of another model that this optimizer steps, too
+                        name += f" ({gradients.name_at({}, index, position)})"
+                    taken.add(name)
+                    names.append(name)
         for device, names in self._names.items():
             known = self._statistics.by_device
             if device not in known:

@@ -410,6 +410,22 @@ def test_parameters_added_later_are_watched():
     assert read["parameters"]["new"]["last_overflow"] == read["skips"] == 2
 
 
+def test_parameters_of_two_models_with_the_same_names():
+    params = [Parameter(torch.ones(2)) for _ in range(3)]
+    watch = ampopt.Watch(ampopt.SGD([("weight", params[0]), ("weight", params[1])]))
+    watch.optimizer.add_param_group({"params": [("weight", params[2])]})
+    params[0].grad = torch.tensor([1.0, NAN])
+    watch.optimizer.unscale_and_step(grads_scaled_by=1.0)
+    read = watch.read()
+    assert {name: stats["overflows"] for name, stats in read["parameters"].items()} == {
+        "weight": 1,
+        "weight (group 0, parameter 1)": 0,
+        "weight (group 1, parameter 0)": 0,
+    }
+    watch.load_state_dict(watch.state_dict())
+    assert watch.read() == read
+
+
 def test_parameters_without_a_norm_are_watched():
     """Frozen codes of a quantized model, and parameters of lazy modules before their first use."""
     lazy = torch.nn.LazyLinear(1, bias=False)
