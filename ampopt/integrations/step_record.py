@@ -18,8 +18,8 @@ class StepRecord:
     them. If a scaler skips on the host, as torch's does for most of torch's optimizers, the hook
     does not run, and the skipped step is not counted.
 
-    If the optimizer already has an :class:`ampopt.Watch`, the numbers are those that the watch
-    would log, for the last step whose statistics have arrived on the host.
+    If the optimizer already has an :class:`ampopt.Watch`, all numbers but the counts are those that
+    the watch would log, for the last step whose statistics have arrived on the host.
 
     Example:
         >>> record = StepRecord(optimizer, scaler)
@@ -120,9 +120,9 @@ class StepRecord:
             self._last["norm"] = norm
 
     def _store(self, numbers: dict[str, Any]) -> None:
-        """Store the numbers that a watch logs for a step."""
-        self._watch_numbers = {name: float(number) for name, number in numbers.items()}
-        self._watch_numbers["steps"] = self._watch_numbers.pop("step")
+        """Store the numbers that a watch logs for a step, without its counts: it may be newer."""
+        others = numbers.keys() - {"step", "skips"}
+        self._watch_numbers = {name: float(numbers[name]) for name in others}
 
 
 def _scale_of(scaler: Any) -> Tensor | None:

@@ -116,6 +116,20 @@ def test_the_numbers_of_a_watched_optimizer_are_those_that_its_watch_logs():
     assert told[-1]["step"] == 4
 
 
+def test_counts_of_a_run_without_a_watch_are_continued_with_one():
+    param = parameter()
+    optimizer = ampopt.AdamW([param])
+    record = StepRecord(optimizer)
+    stepped(optimizer, param, 1.0, INF)
+    saved = record.state_dict()
+    ampopt.Watch(optimizer)
+    record = StepRecord(optimizer)
+    record.load_state_dict(saved)
+    stepped(optimizer, param, INF)
+    numbers = record.read()
+    assert (numbers["steps"], numbers["skips"], numbers["skips_in_a_row"]) == (3, 2, 1)
+
+
 def test_no_framework_is_imported_unasked(with_torch):
     """Also torch's compiler is not imported: that would take longer than all other imports."""
     code = """
