@@ -72,7 +72,9 @@ class LRSchedulerGate(LRScheduler):
         # Without super().__init__(): `scheduler` has the attributes that it would set; see
         # __getattr__.
         optimizer = getattr(scheduler, "optimizer", None)
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(scheduler, type(self)):
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
+            scheduler, LRSchedulerGate
+        ):
             raise TypeError(
                 "scheduler must be a learning-rate scheduler of a torch optimizer, got "
                 f"{type(scheduler).__name__}"

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import ampopt
 from ampopt import lr_scheduler_gate
+from ampopt.scheduler_gate import LRSchedulerGate
 from ampopt.testing.bits import bits
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
@@ -513,10 +514,15 @@ def test_an_object_that_is_no_state_dict_is_refused(thing):
         gate.load_state_dict(thing)
 
 
-def test_a_gate_before_a_gate_is_refused():
+class _OwnGate(LRSchedulerGate):
+    """A gate of another class, as that for Accelerate."""
+
+
+@pytest.mark.parametrize("cls", [LRSchedulerGate, _OwnGate])
+def test_a_gate_before_a_gate_is_refused(cls):
     gate = lr_scheduler_gate(schedulers.StepLR(made()[0], 1))
     with pytest.raises(TypeError, match="got LRSchedulerGate"):
-        lr_scheduler_gate(gate)
+        cls(gate)
 
 
 @pytest.mark.parametrize("delay", [-1, 1.0, True, "1"])
