@@ -344,8 +344,7 @@ class TrainStep:
                 return result
         assert result is not None
         raise NonFiniteGradientError(
-            f"the gradients of {taken} batches overflowed, each under a smaller scale than those "
-            "before",
+            f"the gradients of {taken} batches overflowed",
             reason="replays",
             parameters=overflowed(result.found_inf),
         )

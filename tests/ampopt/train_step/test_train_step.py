@@ -417,7 +417,7 @@ def test_at_most_max_replays_further_batches_are_taken():
     )
     before = bits(list(model.parameters()))
     feed = iter([batch(bad_row=0)] * 9)
-    with pytest.raises(ampopt.NonFiniteGradientError, match="of 3 batches overflowed") as raised:
+    with pytest.raises(ampopt.NonFiniteGradientError, match="of 3 batches overflowed$") as raised:
         step(feed)
     assert raised.value.reason == "replays" and len(raised.value.parameters) == 4
     assert bits(list(model.parameters())) == before
@@ -524,7 +524,7 @@ def test_an_overflow_takes_the_batches_of_another_step():
     step = TrainStep(
         model, MSE, optimizer, DynamicLossScale(init_scale=64.0), max_replays=1, **options
     )
-    with pytest.raises(ampopt.NonFiniteGradientError, match="of 4 batches overflowed"):
+    with pytest.raises(ampopt.NonFiniteGradientError, match="of 4 batches overflowed$"):
         step(iter([batch(bad_row=0)] * 9))
 
 
