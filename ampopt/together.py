@@ -135,7 +135,7 @@ def _device_of(optimizers: list[Optimizer]) -> torch.device:
         if gradients.present(optimizer.param_groups):
             break
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return gradients.device_of(groups) or torch.device("cpu")
+    return gradients.device_of(groups)
 
 
 def _end_cycles(

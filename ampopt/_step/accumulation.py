@@ -132,7 +132,7 @@ class Accumulation(RefersToOptimizer):
         self._replaced_grads: list[_ReplacedGradient] = []
         # No weak references: torch refuses to move a DTensor parameter to which there is one.
         self._sums: defaultdict[Any, _Sum] = defaultdict(_Sum)
-        self._rows: dict[bool, GradientRows] = {}  # by whether the sums were still empty
+        self._rows: dict[bool, GradientRows | None] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Accumulation(RefersToOptimizer):
         """The rows of an earlier call that fit the gradients of this one; ``None`` without such."""
         begun = {} if self.cycle is None else self.cycle.params
         rows = self._rows.get(not begun)
-        if rows is None or self.swapped_in:
+        if rows is None:
             return None
         if begun and not all(id(one.tensor) in begun for one in rows.present):
             return None
@@ -209,12 +209,11 @@ class Accumulation(RefersToOptimizer):
         """
         cycle = self.cycle
         if cycle is None:
-            self.restore_gradients()
             if len(self._sums) > sum(len(group["params"]) for group in self.groups):
                 for param in self._sums.keys() - set(gradients.params_of(self.groups)):
                     del self._sums[param]
                 self._rows.clear()  # they have the sums of removed parameters
-            device = gradients.device_of(self.groups) or torch.device("cpu")
+            device = gradients.device_of(self.groups)
             cycle = self.cycle = AccumulationCycle(device, drop)
         elif drop != cycle.drop:
             raise ValueError(
@@ -280,9 +279,8 @@ class Accumulation(RefersToOptimizer):
             grads.append(dense_like(values, total))
             of_sums.append(ParamRow(values.dtype, total, flags=(fresh,), owner=owner))
         rows = GradientRows(present, present, works_of(of_sums, grads, self.uploads["add"]))
-        if kept := rows.kept(self.groups):
-            (was_empty,) = of_sums[0].flags
-            self._rows[was_empty] = kept
+        (was_empty,) = of_sums[0].flags
+        self._rows[was_empty] = rows.kept(self.groups)
         return rows
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:
@@ -295,11 +293,10 @@ class Accumulation(RefersToOptimizer):
         wide = torch.promote_types(wide, torch.float32)
         known = self._sums[param]
         total = known.total
-        if total is not None and not fresh:
-            total = total.to(torch.promote_types(wide, total.dtype))
-        elif total is None or total.dtype != wide or not _may_be_written(known, param):
+        if total is None or (fresh and not _may_be_written(known, param)):
             own = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             total = dtensor.from_local_like(own, param)
+        total = total.to(torch.promote_types(wide, total.dtype))
         if total is not known.total:
             known.total, known.address = total, dtensor.local(total).data_ptr()
             self._rows.clear()  # they may have the old sum

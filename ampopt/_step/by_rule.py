@@ -169,9 +169,7 @@ class RuleRunner(RefersToOptimizer):
     def _plan_with(self, absent: dict[int, torch.dtype], *, needs_agreement: bool) -> Plan:
         """A new plan, with rows also for the parameters in ``absent``; it makes missing states."""
         optimizer, rule = self.optimizer, self.rule
-        device = gradients.device_of(optimizer.param_groups)
-        if device is not None:
-            refuse_while_captured(device, _MAKES_STATES)
+        refuse_while_captured(gradients.device_of(optimizer.param_groups), _MAKES_STATES)
         planned, variants = self.checks.check_plannable(rule, absent)
         optimizer._complete_states()
         return Plan(

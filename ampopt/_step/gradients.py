@@ -65,8 +65,8 @@ def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     ]
 
 
-def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
-    """The device for decisions about these parameters; ``None`` if there are no parameters.
+def device_of(param_groups: list[dict[str, Any]]) -> torch.device:
+    """The device for decisions about these parameters; the CPU if there are no parameters.
 
     It is the device of the first parameter with a gradient, else of the first parameter.
     """
@@ -76,7 +76,7 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
             if param.grad is not None:
                 return param.device
             first = param if first is None else first
-    return None if first is None else first.device
+    return torch.device("cpu") if first is None else first.device
 
 
 def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:

@@ -21,7 +21,7 @@ __all__ = ["OverflowCheck", "check_and_unscale", "decided_elsewhere", "make_writ
 
 
 def decided_elsewhere(
-    request: Request, all_reduce: DecisionAllReduce | None, device: torch.device | None
+    request: Request, all_reduce: DecisionAllReduce | None, device: torch.device
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
@@ -30,12 +30,12 @@ def decided_elsewhere(
     Args:
         request: the request of the call.
         all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
-        device: the device of the decision; ``None`` if there are no parameters.
+        device: the device of the decision.
 
     Returns:
         The decision; ``None`` if there are no other ranks.
     """
-    if all_reduce is None or device is None:
+    if all_reduce is None:
         return None
     check_request = replace(request, write=False, agree=all_reduce)
     known = [check.statistics for check in request.checks(device) if check.statistics is not None]
@@ -50,7 +50,7 @@ def check_and_unscale(
     rows: GradientRows,
     request: Request,
     all_reduce: DecisionAllReduce | None,
-    device: torch.device | None,
+    device: torch.device,
     *,
     write: bool = False,
 ) -> Decision | None:
@@ -60,8 +60,7 @@ def check_and_unscale(
         rows: the rows of the gradients, of one optimizer or of several.
         request: the scale, and what else to check. Nothing is stepped.
         all_reduce: what :func:`~ampopt._step.rank_agreement.decision_all_reduce` returned.
-        device: the device of the decision if there are no gradients on this rank; ``None`` if
-            there are no parameters.
+        device: the device of the decision if there are no gradients on this rank.
         write: whether to unscale the gradients in place; see :func:`make_writable`.
 
     Returns:

@@ -297,7 +297,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     @property
     def decision_device(self) -> torch.device:
         """The device on which overflow flag and scale are computed; see ``gradients.device_of``."""
-        return gradients.device_of(self.optimizer.param_groups) or torch.device("cpu")
+        return gradients.device_of(self.optimizer.param_groups)
 
     def agreement(self) -> Agreement | None:
         """The ranks that all-reduce the overflow flag; ``None`` if this rank decides alone."""

@@ -471,7 +471,7 @@ class GradScaler(scheduled.ScheduledScaler):
                 self._records.remove(record)
                 break
         scale, device = self._loss_scale, device_of(optimizer.param_groups)
-        if device is not None and scale.device not in (None, device):
+        if scale.device not in (None, device):
             if device not in self._replicas:
                 self._replicas[device] = scheduled.on(device, scale)
             scale = self._replicas[device]

@@ -202,8 +202,9 @@ def test_a_sum_that_overflows_skips(backend):
         before = bits(params)
         give(params, 3e38, 1.0)
         assert optimizer.accumulate(grads_scaled_by=1.0, drop=drop).found_inf == 0
-        give(params, 3e38, 1.0)
-        optimizer.accumulate(grads_scaled_by=1.0, drop=drop)
+        give(params, 3e38, 1.0)  # of which no gradient overflows
+        found_inf, _ = optimizer.accumulate(grads_scaled_by=1.0, drop=drop)
+        assert found_inf == (drop == "window")
         result = optimizer.unscale_and_step(grads_scaled_by=2.0)
         assert result.skipped and result.scale == 1.0
         assert bits(params) == before
@@ -476,6 +477,18 @@ def test_wider_and_complex_parameters(dtype):
         optimizer.accumulate(grads_scaled_by=4.0)
     assert not optimizer.unscale_and_step(grads_scaled_by=4.0).skipped
     torch.testing.assert_close(params[0].detach(), expected)
+
+
+def test_gradients_of_one_sum_may_have_several_dtypes():
+    param: Any = Parameter(torch.zeros(1))
+    param.grad_dtype = None
+    optimizer = ampopt.SGD([param], lr=1.0)
+    large = torch.tensor([2.0**24])
+    for grads in ([large, 1 - large], [large.double() + 1, -large], [large, 1 - large]):
+        for param.grad in grads:
+            optimizer.accumulate(grads_scaled_by=1.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert param.item() == -3.0
 
 
 # --- what may not ---------------------------------------------------------------------------------
