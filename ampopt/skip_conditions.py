@@ -61,7 +61,9 @@ class skip_when:
     ``accumulate``, the norm is that of the sum, and the loss is the one that the step gets.
 
     Never skipped: a plain ``step()`` without an ``unscale`` before it, a step with
-    ``grads_scaled_by=None``, and a step under a scale with ``drop_overflow_update=False``.
+    ``grads_scaled_by=None``, and a step under a scale with ``drop_overflow_update=False``. After
+    ``unscale_`` of ``torch.amp.GradScaler``, the step raises an error: use
+    :class:`ampopt.GradScaler`.
 
     **Many ranks.** The norm is over all ranks of the process group. The loss is the mean over the
     ranks that pass one, computed in the all-reduce that the step makes anyway: NaN on one rank

@@ -88,7 +88,8 @@ def take_handoff(
 
     Raises:
         RuntimeError: ``step`` has a closure, so its gradients are computed after the scaler's
-            check; an unscale is pending, so the scaler would unscale a second time; or sums wait.
+            check; an unscale is pending, so the scaler would unscale a second time; sums wait; or
+            ``skip_when`` has not seen the gradients, as the scaler has unscaled them.
     """
     attributes = vars(optimizer)
     if "found_inf" not in attributes or "grad_scale" not in attributes:
@@ -106,6 +107,12 @@ def take_handoff(
         )
     ours = optimizer._ampopt
     agreement, device, scale = ours.agreement(), ours.decision_device, handoff.grad_scale
+    if scale is None and ours.observers.causes:
+        raise RuntimeError(
+            "skip_when cannot test gradients that torch.amp.GradScaler.unscale_ has unscaled, as "
+            "they may be clipped by now. Use ampopt.GradScaler, or leave unscale_ out and clip by "
+            "ampopt.GradScaler.step(optimizer, max_norm=...)"
+        )
     if agreement is not None and not agreement.is_sharded_throughout:
         if scale is None:  # the step checks nothing, and the flag may be of this rank alone
             handoff.found_inf = agreement.flag(handoff.found_inf, device)

@@ -157,6 +157,25 @@ def test_the_norm_is_that_before_clipping_and_clipping_is_as_without():
     assert optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=0.3).skipped
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+@pytest.mark.parametrize("scaler_class", [ampopt.GradScaler, torch.amp.GradScaler])
+def test_what_a_scaler_has_unscaled_is_tested_or_refused(cls, scaler_class):
+    optimizer, param = made(cls)
+    ampopt.skip_when(optimizer, norm=2.0)
+    scaler = scaler_class("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    give(param, 3.0, 8.0)
+    before = bits(param)
+    scaler.unscale_(optimizer)
+    if scaler_class is ampopt.GradScaler:
+        scaler.step(optimizer)
+        assert scaler.skipped
+    else:
+        with pytest.raises(RuntimeError, match="Use ampopt.GradScaler, or leave unscale_ out"):
+            scaler.step(optimizer)
+    assert bits(param) == before
+
+
 @pytest.mark.parametrize("sizes", [(3, 5, 300), (0,), (0, 3)])
 def test_the_norm_is_that_of_all_parameters(sizes):
     ends = []
