@@ -19,7 +19,6 @@ from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.results import as_flag
-from ampopt_kernels.step_data import Request
 
 __all__ = ["Record", "check_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
 
@@ -38,8 +37,8 @@ class Record:
             are unscaled.
         found_inf: a tensor, more than 0 after an overflow; ``None`` until gradients were checked.
         next_scale: the next scale, computed from ``scale``; ``scale`` itself without gradients.
-        owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
-        holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
+        holder: the optimizer that has unscaled by its own ``unscale``, so that its
+            ``step_after_unscale`` must follow; can be inside a wrapper. ``None`` without one.
         pending: the holder's pending unscale, to detect that it was discarded since.
     """
 
@@ -51,7 +50,6 @@ class Record:
     stage: OptState = OptState.READY
     found_inf: Tensor | None = None
     next_scale: LossScale | None = None
-    owned: bool = False
     holder: Any = None
     pending: Any = None
 
@@ -78,7 +76,7 @@ def unscale(record: Record, optimizer: Any) -> None:
         ValueError: a gradient is float16 or complex32, in which unscaled values would underflow.
     """
     for group, param in gradients.present(optimizer.param_groups):
-        if param.grad is not None and param.grad.dtype in gradients.UNDERFLOWING:
+        if gradients.grad_of(param).dtype in gradients.UNDERFLOWING:
             raise ValueError(
                 f"Attempting to unscale FP16 gradients: group {group} of "
                 f"{type(optimizer).__name__} has some. Keep the parameters in float32 and run the "
@@ -88,31 +86,22 @@ def unscale(record: Record, optimizer: Any) -> None:
     record.stage = OptState.UNSCALED
 
 
-def check_gradients(
-    record: Record, optimizer: Any, *, write: bool = False, times: Any = None
-) -> None:
+def check_gradients(record: Record, optimizer: Any, *, write: bool = False) -> None:
     """Check the gradients of ``optimizer`` for inf/NaN, and store the result in ``record``.
 
     Args:
         record: the record of ``optimizer``.
         optimizer: an optimizer of any class.
         write: whether to unscale the gradients in place.
-        times: a factor, a tensor, by which the gradients are multiplied in addition to the scale.
     """
     scale = record.scale
-    request = request_for(scale, write=write)
-    if times is not None:
-        request = Request(scale=scale.value * times)
     agreement = record.check.agreement([optimizer], record.process_group)
-    decision = record.check.check([optimizer], request, agreement)
+    decision = record.check.check([optimizer], request_for(scale, write=write), agreement)
     if decision is None:
         record.set_result(None, scale)
-        return
-    found_inf = as_flag(decision.found_inf, decision.overflow_reports)
-    if times is None:
-        record.set_result(found_inf, next_scale_of(scale, decision))
     else:
-        record.set_result(found_inf, scale.next(found_inf))
+        found_inf = as_flag(decision.found_inf, decision.overflow_reports)
+        record.set_result(found_inf, next_scale_of(scale, decision))
 
 
 def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +125,7 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
     users = vars(optimizer).get("grad_scale")
     scale = users
     if record.stage is OptState.READY:
-        check_gradients(record, optimizer, times=users)
+        check_gradients(record, optimizer)
         scale = record.scale.value if users is None else record.scale.value * users
     if record.found_inf is None:
         mark_as_called(optimizer)

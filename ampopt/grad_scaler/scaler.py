@@ -190,10 +190,7 @@ class GradScaler(scheduled.ScheduledScaler):
         self._refuse_shared(record, optimizer)
         if _has_control_points(optimizer):
             record.set_result(*optimizer.unscale(grads_scaled_by=record.scale))
-            record.owned = True
-            record.holder = getattr(optimizer.unscale, "__self__", optimizer)
-            record.pending = _pending(record.holder)
-            record.stage = OptState.UNSCALED
+            _note_unscale(record, optimizer)
         else:
             others.unscale(record, optimizer)
 
@@ -255,23 +252,22 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
             raise refusal(optimizer, controlled)
-        if controlled and record.stage is OptState.UNSCALED:
-            if (max_norm := keywords.pop("max_norm", None)) is not None:
-                raise RuntimeError(
-                    f"step(optimizer, max_norm={max_norm!r}) clips as it unscales, but unscale_() "
-                    "was called: leave unscale_() out, or clip with "
-                    "torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm)"
-                )
         if record.stage is OptState.READY:
             if not own and _has_control_points(optimizer):
                 # A wrapper that forwards missing attributes: its own step must be called.
                 self.unscale_(optimizer)
             else:
                 self._refuse_shared(record, optimizer)
-        if controlled and record.stage is OptState.UNSCALED and not record.owned:
+        if record.stage is OptState.UNSCALED and record.holder is None:
             controlled = False  # unscale_() was called with a wrapper of this optimizer
         if controlled:
             if record.stage is OptState.UNSCALED:
+                if (max_norm := keywords.pop("max_norm", None)) is not None:
+                    raise RuntimeError(
+                        f"step(optimizer, max_norm={max_norm!r}) clips as it unscales, but "
+                        "unscale_() was called: leave unscale_() out, or clip with "
+                        "torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm)"
+                    )
                 result = _step_after_unscale(optimizer, **keywords)
             else:
                 closure = closure and evaluation(self, closure)
@@ -279,7 +275,7 @@ class GradScaler(scheduled.ScheduledScaler):
                     result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
                 except BaseException:
                     if _pending(optimizer) is not None:  # the step has raised after unscaling
-                        record.stage, record.owned = OptState.UNSCALED, True
+                        _note_unscale(record, optimizer)
                     raise
             record.set_result(result.found_inf, result.scale)
             return_value = result.loss
@@ -289,8 +285,6 @@ class GradScaler(scheduled.ScheduledScaler):
         else:
             return_value = others.step(record, optimizer, *args, **kwargs)
         record.stage = OptState.STEPPED
-        if self._scale is None:
-            self._adopt(self._loss_scale)  # a step with a closure has moved the scale to a device
         return return_value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:  # type: ignore[override]
@@ -326,7 +320,7 @@ class GradScaler(scheduled.ScheduledScaler):
             ]
             if candidates:
                 scale = candidates[0] if len(candidates) == 1 else next_scale(*candidates)
-                scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
+                scale = scheduled.on(self._loss_scale.value.device, scale)
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.phase.forget()
@@ -524,6 +518,13 @@ def _has_control_points(optimizer: Any) -> bool:
 def _pending(optimizer: Any) -> Any:
     """The pending unscale of an ampopt optimizer; ``None`` if there is none."""
     return optimizer._ampopt.phase.pending if isinstance(optimizer, Optimizer) else None
+
+
+def _note_unscale(record: Record, optimizer: Any) -> None:
+    """Note in ``record`` that ``optimizer`` has unscaled its gradients by its own ``unscale``."""
+    record.stage = OptState.UNSCALED
+    record.holder = getattr(optimizer.unscale, "__self__", optimizer)
+    record.pending = _pending(record.holder)
 
 
 def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:

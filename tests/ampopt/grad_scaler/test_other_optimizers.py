@@ -28,9 +28,12 @@ def test_structures_of_outputs_are_scaled():
     assert scaler.scale(Pair(one, one)) == Pair(4.0, 4.0)
     assert scaler.scale({"x": one}) == {"x": 4.0}
     assert list(scaler.scale(iter([one, one]))) == [4.0, 4.0]
+    assert scaler.scale(one.to("meta")).is_meta
     for wrong in (1.0, "loss", [one, None]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="only floating-point tensors can be scaled"):
             scaler.scale(wrong)
+    with pytest.raises(TypeError, match="only floating-point tensors can be scaled"):
+        GradScaler("cpu").scale(1.0)
 
 
 def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled():
@@ -73,6 +76,19 @@ def test_t6_a_wrapper_stands_for_its_optimizer(cls, wrapped_first):
     give(clean, 1.0)
     clean.step()
     torch.testing.assert_close(params, clean_params)
+
+
+@each_kind
+def test_an_optimizer_with_new_param_groups_is_still_the_same(cls):
+    """As after ``load_state_dict``, which replaces their list."""
+    optimizer, params = made(cls)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, 1.0, 4.0)
+    scaler.unscale_(optimizer)
+    optimizer.param_groups = list(optimizer.param_groups)
+    scaler.step(optimizer)
+    assert all((p.grad == 1.0).all() for p in params)
+    assert not scaler.was_skipped(optimizer)
 
 
 class WarmedUp(Wrapper):
@@ -119,6 +135,14 @@ def test_the_step_of_a_wrapper_runs_and_is_skipped(make, unscale_first):
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(RuntimeError, match="WarmedUp cannot run a closure again"):
         scaler.step(wrapper, lambda: torch.zeros(()))
+
+
+def test_the_master_weights_of_the_optimizer_in_a_wrapper_are_used():
+    param = Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.full_like(param, 4.0)
+    wrapper = WarmedUp(ampopt.SGD([param], lr=0.25, master_weights=True))
+    scaler_at(4.0, GradScaler).step(wrapper)
+    assert (param == 0.5).all()
 
 
 def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
@@ -194,6 +218,21 @@ def test_an_optimizer_that_takes_a_flag_gets_1_or_0(unscale_first):
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
+@pytest.mark.parametrize("reads_flag", [False, True])
+def test_a_step_without_gradients_is_not_called(reads_flag):
+    class Counting(torch.optim.SGD):
+        _step_supports_amp_scaling = reads_flag
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+
+    optimizer, _ = made(Counting)
+    scaler = scaler_at(4.0, GradScaler)
+    scaler.step(optimizer)
+    assert optimizer.calls == 0 and not scaler.skipped
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_grad_scale_that_the_user_sets_is_for_one_step_as_under_torchs(unscale_first):
     traces = []
@@ -226,6 +265,16 @@ def test_a_grad_scale_that_would_be_ignored_is_refused():
     del optimizer.grad_scale
     scaler.step(optimizer)
     assert not torch.equal(param, before)
+
+
+def test_an_argument_of_that_name_is_of_an_optimizer_that_does_not_skip_by_itself():
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            return grad_scaler
+
+    optimizer, _ = made(Own)
+    give(optimizer, 1.0)
+    assert scaler_at(4.0, GradScaler).step(optimizer) is None
 
 
 def test_an_optimizer_whose_step_takes_the_scaler_gets_it():

@@ -206,6 +206,8 @@ def test_discard_without_arguments_drops_all_and_without_an_unscale_does_nothing
         scaler.step(optimizer)
     scaler.discard()  # too late: it was stepped
     assert not scaler.skipped
+    with pytest.raises(RuntimeError, match=r"Call update\(\)"):
+        scaler.step(optimizer)
 
 
 def test_discard_of_one_optimizer_keeps_what_was_unscaled_for_another():
@@ -312,6 +314,36 @@ def test_a_disabled_scaler_only_steps(cls):
     assert results[0] == results[1]
 
 
+def test_a_disabled_scaler_clips():
+    optimizer, params = made(ampopt.SGD, lr=1.0)
+    before = [p.detach().clone() for p in params]
+    give(optimizer, 4.0)
+    GradScaler("cpu", enabled=False).step(optimizer, max_norm=1.0)
+    moved = torch.cat([(b - p).flatten() for b, p in zip(before, params, strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(1.0))
+
+
+def test_a_disabled_scaler_steps_with_what_the_user_has_unscaled():
+    optimizer, (param, _) = made(ampopt.SGD, lr=1.0)
+    give(optimizer, 1.0, 4.0)
+    before = param.detach().clone()
+    optimizer.unscale(4.0)
+    GradScaler("cpu", enabled=False).step(optimizer)
+    assert torch.equal(before - param, torch.ones_like(param))
+
+
+def test_a_disabled_scaler_passes_a_closure_on():
+    optimizer, _ = made(torch.optim.SGD)
+    scaler = GradScaler("cpu", enabled=False)
+    assert scaler.step(optimizer, lambda: 2.0) == scaler.step(optimizer, closure=lambda: 2.0) == 2.0
+
+
+def test_a_disabled_scaler_ignores_its_schedule_as_torchs():
+    torch.amp.GradScaler("cpu", growth_factor=0.0, enabled=False)
+    GradScaler("cpu", growth_factor=0.0, enabled=False)
+    GradScaler("cpu", 2.0, loss_scale=ampopt.StaticLossScale(4.0), enabled=False)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_for_cuda_without_cuda_it_is_disabled_with_a_warning():
     with pytest.warns(UserWarning, match="CUDA is not available.  Disabling"):
@@ -329,7 +361,8 @@ def test_an_object_that_is_not_an_optimizer_is_refused(call, given):
         getattr(scaler, call)(given)
 
 
-def test_a_hand_written_step_that_raised_is_not_unscaled_twice():
+@pytest.mark.parametrize("dropped_by", [None, "zero_grad", "update"])
+def test_a_hand_written_step_that_raised_is_not_unscaled_twice(dropped_by):
     class Raising(torch.optim.SGD):
         raises = True
 
@@ -345,6 +378,9 @@ def test_a_hand_written_step_that_raised_is_not_unscaled_twice():
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     optimizer.raises = False
+    if dropped_by is not None:
+        optimizer.zero_grad(set_to_none=False) if dropped_by == "zero_grad" else scaler.update()
+        weight.grad.fill_(4.0)  # pyright: ignore[reportOptionalMemberAccess]
     scaler.step(optimizer)
     scaler.update()
     assert weight.item() == 0.0
