@@ -15,7 +15,7 @@ import torch
 
 from ampopt._step import ranks
 from ampopt._step.gradient_rows import GradientRows, works_of
-from ampopt._step.gradients import params_of
+from ampopt._step.gradients import device_of
 from ampopt._step.hyperparameters import Variants
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import check_and_unscale, decided_elsewhere, make_writable
@@ -74,8 +74,7 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         groups = optimizer.param_groups
-        first = next(params_of(groups), None)
-        self._first_device = None if first is None else first.device
+        self._device = device_of(groups)
         self._rule, self._uploads = rule, uploads
         # If the ranks have no common process group, steps that need no all-reduce still run; the
         # error is raised by the first one that does.
@@ -219,7 +218,7 @@ class Plan:
             with_grads = [one for one in self._stepped_params if one.tensor.grad is not None]
             make_writable(with_grads)
             rows = GradientRows.of(with_grads, with_grads, None, self._uploads)
-            check_and_unscale(rows, unscale, None, None, write=True)
+            check_and_unscale(rows, unscale, None, self._device, write=True)
         return decision
 
     def _can_write(self) -> bool:
@@ -235,10 +234,10 @@ class Plan:
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
         all_reduce = decision_all_reduce(self._agreement, request, 0)
-        decision = decided_elsewhere(request, all_reduce, self._first_device)
+        decision = decided_elsewhere(request, all_reduce, self._device)
         for sums in (self._lines_of_ranks, self._rank_sums):
-            if sums is not None and self._first_device is not None:
-                sums.join_without_gradients(self._first_device)
+            if sums is not None:
+                sums.join_without_gradients(self._device)
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:

@@ -198,6 +198,18 @@ def test_a_sum_that_a_user_has_given_other_memory_is_made_anew(memory):
     assert torch.equal(memory, before)
 
 
+def test_a_parameter_may_be_resized_between_cycles():
+    param = Parameter(torch.zeros(4))
+    optimizer = ampopt.SGD([param], lr=1.0)
+    for size in (4, 6, 2):
+        param.data, param.grad = torch.zeros(size), None
+        for _ in range(2):
+            param.grad = torch.ones(size)
+            optimizer.accumulate(grads_scaled_by=1.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert param.tolist() == [-2.0] * size
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_is_in_a_group_twice_is_added_once():
     param = Parameter(torch.zeros(4))
