@@ -80,13 +80,7 @@ def end_cycles(
     for each, wide in zip(sums, reads_wide, strict=True):
         each.swap_in_sums(wide=wide)
     clips = request.max_norm is not None
-    deciding = replace(
-        request,
-        unscaled=True,
-        check=flags is not None and bool(request.causes),
-        write=False,
-        measure=request.measure and clips,  # else the step does, unclipped
-    )
+    deciding = replace(request, unscaled=True, check=flags is not None, write=False)
     if flags is None:
         deciding = replace(deciding, scale=None, policy=None, counters=None, causes=())
     else:
@@ -141,7 +135,7 @@ def _flags_of(
     present = any(cycle.params for cycle in cycles)
     all_reduce = decision_all_reduce(agreement, request, present, ControlPoint.CYCLE)
     if all_reduce is None:
-        return None if skip is None or not present else _CycleFlags(skip, overflow, reports, None)
+        return None if skip is None else _CycleFlags(skip, overflow, reports, None)
     partials = all_reduce(Partials([], None), overflow, decision_device, must_skip=skip)
     overflow, reports = partials.flags_on(decision_device), (*reports, *partials.reports)
     return _CycleFlags(all_reduce.any_must_skip, overflow, reports, all_reduce.any_gradients)
