@@ -174,8 +174,6 @@ class _Search:
         call = self._calls.pop()
         self.result.calls += 1
         self._watch_nodes(output, call)
-        if not self._looking:
-            return
         bad = self._first_bad(output)
         if bad is None:
             self._last_finite = _finite_output(call, output) or self._last_finite
@@ -231,7 +229,7 @@ class _Search:
                     call = _ModuleCall(module_name, module, None, None)
                     check = functools.partial(self._check_gradient, call, name, before)
                     checks.append((check, param))
-                    if param.requires_grad and param.is_leaf:
+                    if param.requires_grad:
                         stack.callback(param.register_post_accumulate_grad_hook(check).remove)
             yield
             for check, param in checks:
@@ -241,7 +239,7 @@ class _Search:
         self, owner: _ModuleCall, name: str, before: Tensor | None, param: Tensor
     ) -> None:
         """Check the gradient of a parameter of ``owner``, unless it is ``before``."""
-        if param.grad is not None and param.grad is not before:
+        if param.grad is not before:
             bad = self._first_bad(param.grad)
             if bad is not None:
                 self._note(owner, bad, "backward", parameter=name)
@@ -327,7 +325,7 @@ def _is_mask(tensor: Tensor) -> bool:
         return False
     values = _values(tensor)
     infinite = values[~values.isfinite()]
-    return bool(infinite.numel() and (infinite == -torch.inf).all())
+    return bool((infinite == -torch.inf).all())
 
 
 def _finite_output(call: _ModuleCall, output: Any) -> FiniteOutput | None:

@@ -1,6 +1,8 @@
 """``first_nonfinite`` names the first module with a non-finite output or gradient."""
 
+import gc
 import pickle
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +71,14 @@ def test_the_innermost_module_is_named_in_either_direction(data):
     assert first.kind == type(inner).__name__
     assert (first.dtype, first.shape, first.given_finite) == (torch.float32, (2, 8), True)
     assert repr(f"{at}.inner") in str(found)
+    assert ("check the module for" in str(found)) == (direction == "forward")
+    assert ("The last finite output before" in str(found)) == (direction == "forward")
+
+
+def test_the_model_itself_has_no_name():
+    with ampopt.first_nonfinite(model := Explodes()) as found:
+        model(torch.ones(1))
+    assert str(found).startswith("the output of the model itself (Explodes) is not finite")
 
 
 def test_an_overflow_under_autocast_is_shown_with_dtype_and_largest_value():
@@ -224,6 +234,123 @@ class Attention(nn.Module):
         return self.out((q @ k.T).softmax(-1) @ v)
 
 
+LARGE = torch.tensor([3e38, 3e38])
+TWICE = torch.sparse_coo_tensor([[0, 0]], LARGE, (1,), check_invariants=True)
+"""Not coalesced: two finite numbers, of which the sum is the element."""
+
+
+class OffloadedInPart(nn.Module):
+    """Returns its argument; one of its parameters is elsewhere, as Accelerate offloads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.offloaded = nn.Parameter(torch.empty(2, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("x", "finite"),
+    [
+        (torch.tensor([1e300], dtype=torch.float64), True),
+        (torch.tensor([1e300, INF], dtype=torch.float64), False),
+        (torch.tensor([complex(1.0, INF)]), False),
+        (torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn), False),
+        (TWICE, False),
+        (torch.empty(2, device="meta"), True),
+    ],
+    ids=lambda x: str(x.dtype) if isinstance(x, Tensor) else str(x),
+)
+def test_every_kind_of_tensor_is_checked(x, finite):
+    with ampopt.first_nonfinite(model := OffloadedInPart()) as found:
+        model(x)
+    assert (not found) == finite
+    assert finite or str(x.dtype).removeprefix("torch.") in str(found)
+
+
+class PassesMinusInfinity(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x - INF)
+
+
+def test_minus_infinity_of_which_a_gradient_is_needed_is_no_mask():
+    with ampopt.first_nonfinite(model := PassesMinusInfinity()) as found:
+        model(torch.ones(2, requires_grad=True))
+    assert found.first is not None and (found.first.name, found.first.given_to) == ("", "out")
+
+
+class Longs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
+
+
+def test_the_last_finite_output_is_before_modules_that_return_integers():
+    model = nn.Sequential(nn.Identity(), Longs(), Explodes())
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(2))
+    assert found.first is not None and found.first.last_finite is not None
+    assert (found.first.name, found.first.last_finite.name) == ("2", "0")
+
+
+class Catches(nn.Module):
+    """Catches an error of the module within it, and returns infinities."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with pytest.raises(KeyError):
+            self.inner(x)
+        return x * INF
+
+
+def raises_key_error(module: nn.Module, args: Any) -> None:
+    raise KeyError
+
+
+def test_a_pre_hook_that_raises_before_the_module_is_watched():
+    model = nn.Sequential(Catches())
+    model[0].inner.register_forward_pre_hook(raises_key_error)
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1))
+    assert found.first is not None and (found.first.name, found.calls) == ("0", 2)
+    model.register_forward_pre_hook(raises_key_error)
+    with ampopt.first_nonfinite(model), pytest.raises(KeyError):
+        model(torch.ones(1))
+
+
+class Doublings(nn.Module):
+    """The graph has 2**64 paths."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for _ in range(64):
+            x = x + x
+        return x
+
+
+def test_a_search_visits_a_node_once_and_is_forgotten():
+    model = Doublings()
+    accumulator = (model.scale * 1).grad_fn.next_functions[0][0]  # which DDP keeps
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1)).sum().backward()
+    assert not found and accumulator is not None
+    forgotten = weakref.ref(found)
+    del found
+    gc.collect()
+    assert forgotten() is None
+
+
 def test_operations_between_modules_are_blamed_on_the_forward_around_them():
     model = nn.Sequential(nn.Identity(), Attention()).half()
     with ampopt.first_nonfinite(model) as found:
@@ -280,6 +407,7 @@ def test_a_parameter_that_is_nan_is_distinguished_from_an_overflow(layer, given,
     with ampopt.first_nonfinite(model) as found:
         model(given)
     assert found.first is not None and found.first.parameter == parameter
+    assert "last finite output" not in str(found)
     assert "checkpoint" in str(found) and "float32 " not in found.first.advice
 
 
@@ -473,6 +601,27 @@ def test_the_error_names_the_module_that_explodes_among_26_parameters(kind, watc
     assert (again.module, str(again)) == (error.module, str(error))
 
 
+def test_the_error_names_no_module_of_an_earlier_call():
+    model = nn.Sequential(nn.Linear(4, 4), SteepRoot())
+    optimizer = ampopt.SGD(model.parameters(), lr=0.1)
+
+    def attempt(extra: float) -> str | None:
+        def closure(scale):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum() + extra
+            ampopt.scale_outputs(loss, scale).backward()
+            return loss
+
+        with pytest.raises(ampopt.NonFiniteGradientError) as caught:
+            optimizer.unscale_and_step(closure, grads_scaled_by=2.0, max_replays=1)
+        return caught.value.module
+
+    with ampopt.first_nonfinite(nn.Linear(1, 1)), ampopt.first_nonfinite(model):
+        assert attempt(0.0) == "1"
+        model[1] = nn.Identity()
+        assert attempt(NAN) is None
+
+
 class OverflowsAbove(nn.Module):
     """Its gradient is infinite where the incoming gradient exceeds ``limit``."""
 
@@ -556,6 +705,15 @@ def test_what_a_gradient_was_before_is_not_found():
     with ampopt.first_nonfinite(model) as found:
         model(torch.ones(3, 2)).sum().backward()  # adds to it
     assert not found and not model.head.bias._post_accumulate_grad_hooks
+
+
+def test_a_sum_with_a_finite_gradient_of_before_is_found():
+    model = Head()
+    model.body.requires_grad_(False)
+    model.head.bias.grad = torch.tensor([3e38])
+    with ampopt.first_nonfinite(model) as found:
+        (model(torch.ones(3, 2)).sum() * 2e37).backward()
+    assert found.first is not None and found.first.parameter == "head.bias"
 
 
 def test_a_gradient_that_a_module_made_is_not_said_to_be_made_outside():
