@@ -281,7 +281,6 @@ class _LastSteps:
 
 def _checked_optimizers(argument: Any) -> list[Optimizer]:
     """``argument`` as a list of one or more ampopt optimizers, else an error."""
-    argument = [argument] if isinstance(argument, torch.optim.Optimizer) else argument
     optimizers = list(argument) if isinstance(argument, Iterable) else [argument]
     if not optimizers:
         raise ValueError("optimizer must be an optimizer or several, got none")
@@ -318,7 +317,8 @@ def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:
 def _fully_sharded(model: torch.nn.Module) -> Iterator[Any]:
     """The modules of ``model`` that ``fully_shard`` has changed."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if fully_shard was called
-    return (m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule))
+    kind = getattr(fsdp, "FSDPModule", ())
+    return (module for module in model.modules() if isinstance(module, kind))
 
 
 def _averaged_in(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:

@@ -218,13 +218,12 @@ class LossScale(AnyScale):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Implement ``tensor * scale``, in a form that ``torch.compile`` can trace."""
-        multiplies = func in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
-        if not multiplies or len(args) != 2 or kwargs:
+        if func not in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__) or kwargs:
             raise TypeError(
                 f"{getattr(func, '__name__', func)}() of a {cls.__name__}: a loss scale can only "
                 "multiply tensors, as in loss * scale; use the tensor scale.value for anything else"
             )
-        output, scale = args if isinstance(args[1], LossScale) else args[::-1]
+        output, scale = args  # the other way round, the product of the tensor calls this again
         return scale.__mul__(output)  # `*` would call this method again, without end
 
     def _place(self, device: Device) -> None:
@@ -233,17 +232,12 @@ class LossScale(AnyScale):
         Raises:
             ValueError: the scale is on another device already.
         """
-        device = _with_index(device)
+        device = torch.empty((), device=device).device  # with its index, as tensors have it
         if not self._placed:
             self._value = to_device(self._value, device)
             if self._counters is not None:
                 self._counters = to_device(self._counters, device)
             self._placed = True
-        elif self._value.is_meta and device.type != "meta":
-            raise ValueError(
-                f"this loss scale lives on meta, where it has no number, but is used on {device}: "
-                "make it without device=, and it moves to the device where it is first used"
-            )
         elif self._value.device != device:
             raise ValueError(
                 f"this loss scale lives on {self._value.device}, but is used on {device}. Make one "
@@ -358,11 +352,3 @@ def host_may_read(*values: Any) -> bool:
         not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
         for v in values
     )
-
-
-def _with_index(device: Device) -> torch.device:
-    """``device`` with its index, as ``tensor.device`` has it."""
-    device = torch.device(device)
-    if device.index is None and device.type not in ("cpu", "meta"):
-        device = torch.empty((), device=device).device
-    return device

@@ -67,7 +67,7 @@ def next_scale(a: Any, *more: Any) -> Any:
 
 def _smaller(a: LossScale, b: LossScale) -> LossScale:
     """The smaller of two scales, with its counters; see :func:`next_scale`."""
-    if a._counters is None or b._counters is None:
+    if a._counters is None:
         return min(a, b, key=float)  # both are static, and the host has their numbers
     if a.device is None or (a.value.is_cpu and not b.value.is_cpu):
         a, b = b, a

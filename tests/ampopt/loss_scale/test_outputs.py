@@ -198,7 +198,8 @@ def test_a_tensor_times_a_loss_scale_is_what_scale_outputs_gives(output, exponen
     expected = scale_outputs(output, scale)
     rebound = output
     rebound *= scale
-    for got in (output * scale, scale * output, torch.mul(output, scale), rebound):
+    products = output * scale, scale * output, torch.mul(output, scale), torch.mul(scale, output)
+    for got in (*products, rebound):
         assert got.dtype == expected.dtype and torch.equal(got, expected)
     assert scale.device is None
 
@@ -221,6 +222,8 @@ def test_other_operations_on_a_scale_raise_and_name_value():
     scale: Any = StaticLossScale(2.0)
     with pytest.raises(TypeError, match=r"div_\(\) of a StaticLossScale.*scale\.value"):
         torch.ones(1).div_(scale)
+    with pytest.raises(TypeError, match=r"mul\(\) of a StaticLossScale.*scale\.value"):
+        torch.mul(torch.ones(1), scale, out=torch.ones(1))
     with pytest.raises(TypeError):
         torch.ones(1) / scale  # pyright: ignore[reportUnusedExpression]
     assert (torch.ones(1) == scale) is False
