@@ -126,8 +126,8 @@ def run_in(module: Any, dtype: Any = None) -> Any:
     check_dtypes(dtype=dtype)
     if not isinstance(module, nn.Module):
         if isinstance(module, type) or not callable(module):
-            what = "a class" if isinstance(module, type) else type(module).__name__
-            raise TypeError(f"expected a torch.nn.Module or a function, got {what}")
+            name = type(module).__name__
+            raise TypeError(f"expected a torch.nn.Module or a function, got {name}")
 
         @functools.wraps(module)  # a function, so that it may become a method
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _forward_in(
         result = _call_in(dtype, forward, args, kwargs, (tensor for _, _, tensor in places))
     for path, owner, tensor in places:
         now = copies[path]  # what is in the module at the end of its forward
-        if isinstance(tensor, nn.Parameter) or now is tensor:
+        if isinstance(tensor, nn.Parameter):
             continue
         if tensor.dtype == dtype or now.shape != tensor.shape:  # the module has replaced a buffer
             setattr(owner, path.rpartition(".")[2], now.to(tensor.dtype))

@@ -44,6 +44,7 @@ def test_softmax_means_every_softmax(softmax, dtype):
 def test_the_device_may_have_an_index(device):
     with ampopt.autocast(device, LOW, allow=["softmax"]):
         assert X.softmax(-1).dtype == (X @ X.T).dtype == LOW
+        assert X.to("meta").softmax(-1).dtype == FULL  # of another device
 
 
 @pytest.mark.parametrize("matmul", MATMULS)

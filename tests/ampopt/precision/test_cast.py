@@ -86,6 +86,8 @@ def test_inputs_and_keyword_arguments_are_cast_and_outputs_where_asked():
     assert model(IDS, shift=torch.ones(8, dtype=torch.float64))["logits"].dtype == FULL
     assert seen == [LOW]
     assert ampopt.cast(model, LOW)(IDS)["logits"].dtype == LOW
+    x = torch.ones(1, 2)
+    assert ampopt.cast(nn.Bilinear(2, 2, 1), LOW)(x.to(LOW), input2=x).dtype == LOW
 
 
 @given(dtypes_=st.lists(st.sampled_from([*HALVES, FULL]), min_size=2, max_size=4))
@@ -155,7 +157,7 @@ def test_existing_gradients_are_cast_too():
     model(torch.ones(1, 2)).sum().backward()
     expected = model.weight.grad.to(LOW)
     ampopt.cast(model, LOW)
-    assert torch.equal(model.weight.grad, expected)
+    assert torch.equal(model.weight.grad, expected) and model.weight.grad.dtype == LOW
     model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(model.weight.grad, 2 * expected)
 
@@ -254,9 +256,12 @@ def test_run_in_leaves_parameters_and_gives_them_gradients(dtype):
     model: Any = Net()
     before, keys = dtypes(model), list(model.state_dict())
     ampopt.run_in(ampopt.run_in(model, FULL), dtype)
+    seen: list[Any] = []
+    model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     out = model(IDS)["logits"]
     out.float().square().sum().backward()
-    assert out.dtype == dtype and dtypes(model) == before and list(model.state_dict()) == keys
+    assert [out.dtype] == seen == [dtype]
+    assert dtypes(model) == before and list(model.state_dict()) == keys
     assert all(p.grad is not None and p.grad.dtype == FULL for p in model.parameters())
     assert model.batch_norm.running_mean.abs().sum() > 0
     assert torch.equal(
@@ -391,6 +396,7 @@ BAD = [
     (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to .* keep both, or neither"),
     (sparse, {}, ValueError, "mask cannot be cast: it is torch.sparse_coo"),
     (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),
+    (torch.ao.nn.quantized.ReLU6, {}, ValueError, "ReLU6 cannot be cast: it is quantized"),
     (lambda: nn.LazyLinear(2), {}, ValueError, "weight cannot be cast: it is not initialized"),
     (dict, {}, TypeError, "expected a torch.nn.Module.*, got dict"),
 ]
@@ -442,6 +448,8 @@ def test_run_in_refuses_what_cannot_be_called(what):
         ampopt.run_in(what, torch.float32)
     with pytest.raises(ValueError, match="dtype must be one of"):
         ampopt.run_in(torch.matmul)  # pyright: ignore
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        ampopt.run_in(torch.float32, nn.Linear(1, 1))  # pyright: ignore
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -453,13 +461,14 @@ def test_run_in_keeps_the_buffers_that_a_module_replaces(dtype):
             self.register_buffer("cache", torch.zeros(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = x * self.mean  # whose backward needs the mean as it is now
             self.mean = self.mean * 0.5 + x.detach()
             self.cache = torch.cat((self.cache, x.detach()))
-            return x
+            return out
 
     model: Any = nn.Sequential(Growing())
     ampopt.run_in(model, dtype)
     for _ in range(2):
-        model(torch.ones(2))
+        model(torch.ones(2, requires_grad=True)).sum().backward()
     assert (model[0].mean.tolist(), model[0].cache.tolist()) == ([1.5, 1.5], [0, 1, 1, 1, 1])
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}

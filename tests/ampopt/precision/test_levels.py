@@ -105,6 +105,8 @@ def test_a_list_that_adds_one_operator_leaves_the_others():
         assert [x.tanh().dtype, x.exp().dtype, x.softmax(-1).dtype] == [F32, F32, F16]
     with pytest.raises(ValueError, match="'tanh' is in both allow and deny"):
         Precision.like("fleet", deny=["tanh"], allow=["tanh"])
+    with Precision.like("O3", deny=["tanh"]).autocast("cpu"):  # on for the list alone
+        assert x.tanh().dtype == F32
 
 
 @pytest.mark.parametrize("name", ["O1", "fleet", "torch", "paddle-O1", "nnabla-half"])
@@ -236,6 +238,7 @@ BAD = [
     ({"output_dtype": False}, ValueError, "output_dtype must be .* got False"),
     ({"compute_dtype": torch.float64}, ValueError, "compute_dtype must be torch.float16"),
     ({"deny": ("softmax",)}, ValueError, "equal to param_dtype, got torch.float32"),
+    ({"allow": ("softmax",)}, ValueError, "equal to param_dtype, got torch.float32"),
     ({"compute_dtype": F16, "deny": ("softmx",)}, ValueError, "'softmx': did you mean"),
     (
         {"compute_dtype": F16, "allow": "softmax"},
