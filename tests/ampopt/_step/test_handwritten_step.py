@@ -334,3 +334,27 @@ def test_each_step_of_the_rule_in_a_step_has_the_unscaled_gradients(skip_by, dty
         take(optimizer, param, way, gradient)
         assert param.tolist() == [0.75, 0.75]
         assert optimizer.pending is None
+
+
+class OwnMasters(torch.optim.Optimizer):
+    """Keeps masters of its own, under the names that ampopt uses for those of a rule."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "master_weights": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            master = state.setdefault("master_param", param.detach().float())
+            param.copy_(master.sub_(param.grad, alpha=0.5))
+
+
+def test_masters_that_a_step_keeps_itself_are_its_own():
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer: Any = ampopt.extend(OwnMasters)([param])
+    for _ in range(3):
+        param.grad = torch.full_like(param, 2.0**-9 * 8.0)
+        optimizer.unscale_and_step(grads_scaled_by=8.0)
+        assert next(iter(optimizer.master_params())) is param
+    assert optimizer.state[param]["master_param"].tolist() == [1.0 - 3 * 2.0**-10] * 3
