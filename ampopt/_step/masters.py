@@ -118,8 +118,7 @@ class Masters(RefersToOptimizer):
                 self.optimizer.state.get(param, {}).pop(MASTER, None)
             return None
         state, is_low = self.optimizer.state[param], needs_low_bits(group, param)
-        if MASTER not in state:
-            restore_names(state)  # ZeRO loads a state without the optimizer's method
+        restore_names(state)  # ZeRO loads a state without the optimizer's method
         master = state.get(MASTER)
         if master is None:
             refuse_while_captured(
@@ -179,8 +178,6 @@ class Masters(RefersToOptimizer):
         self, with_grads: list[gradients.ParamWithGrad]
     ) -> list[gradients.ParamWithGrad]:
         """``with_grads``, with masters in place of their parameters, or float32 copies of them."""
-        if not self._makes_masters:
-            return with_grads
         masters = []
         for index, param, owner in with_grads:
             master = self.of(self.optimizer.param_groups[index], param)

@@ -593,8 +593,9 @@ def test_a_frozen_parameter_has_no_master():
     optimizer.step()
     assert masters_of(optimizer)[1] is params[1]
     assert params[1] not in optimizer.state
+    params[0].requires_grad_(False)
     params[1].requires_grad_(True)
-    assert masters_of(optimizer)[1].dtype == torch.float32
+    assert [master.dtype for master in masters_of(optimizer)] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -1109,3 +1110,7 @@ def test_each_parameter_comes_beside_the_tensor_that_steps_update():
     assert master is optimizer.state[half]["master_param"]
     ((only, same),) = optimizer.params_and_masters(optimizer.param_groups[1])
     assert only is same is full
+    with torch.no_grad():
+        for _, written in optimizer.params_and_masters():
+            written.fill_(1.0 + 2.0**-20)
+    assert [*master.tolist(), *full.tolist()] == [1.0 + 2.0**-20] * 4
