@@ -137,6 +137,31 @@ def test_the_step_of_a_wrapper_runs_and_is_skipped(make, unscale_first):
         scaler.step(wrapper, lambda: torch.zeros(()))
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_wrapper_may_have_control_points_of_its_own(unscale_first):
+    class Forwarding(Wrapper):
+        def unscale(self, *args: Any, **kwargs: Any) -> Any:
+            return self.optimizer.unscale(*args, **kwargs)
+
+        def unscale_and_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self.optimizer.unscale_and_step(*args, **kwargs)
+
+        def step_after_unscale(self, *args: Any, **kwargs: Any) -> Any:
+            return self.optimizer.step_after_unscale(*args, **kwargs)
+
+    optimizer, (param, _) = made(ampopt.SGD, lr=1.0)
+    wrapper, scaler = Forwarding(optimizer), scaler_at(4.0, GradScaler)
+    before = param.detach().clone()
+    for number in (INF, 1.0):
+        give(optimizer, number, scaler.get_scale())
+        if unscale_first:
+            scaler.unscale_(wrapper)
+        scaler.step(wrapper)
+        assert scaler.was_skipped(wrapper) is (number == INF)
+        scaler.update()
+    assert torch.equal(before - param, torch.ones_like(param))
+
+
 def test_the_master_weights_of_the_optimizer_in_a_wrapper_are_used():
     param = Parameter(torch.ones(2, dtype=torch.float16))
     param.grad = torch.full_like(param, 4.0)
@@ -287,6 +312,9 @@ def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
 
     optimizer, params = made(Old)
     scaler = scaler_at(4.0, GradScaler)
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        assert scaler.step(optimizer) == []
+    scaler.update()
     give(optimizer, INF)
     with pytest.warns(FutureWarning, match="stop passing itself"):
         assert scaler.step(optimizer) == [1.0]

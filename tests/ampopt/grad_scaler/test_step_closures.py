@@ -57,6 +57,24 @@ def test_an_overflowed_closure_is_run_again_with_a_smaller_scale(cls, how):
     assert results[0][2] == 4.0
 
 
+def test_none_is_no_closure():
+    optimizer, (param, _) = made(ampopt.SGD, lr=1.0)
+    before = param.detach().clone()
+    give(optimizer, 4.0)
+    scaler_at(4.0, GradScaler).step(optimizer, None, max_norm=1e-9)
+    torch.testing.assert_close(param, before)
+
+
+def test_another_argument_is_no_closure():
+    class Counted(torch.optim.SGD):
+        def step(self, epoch: Any = None) -> Any:  # pyright: ignore
+            return epoch
+
+    optimizer, _ = made(Counted)
+    give(optimizer, 1.0)
+    assert scaler_at(4.0, GradScaler).step(optimizer, 3) == 3
+
+
 def test_evaluations_count_as_steps_towards_growth():
     optimizer, _ = made(ampopt.SGD)
     scaler = GradScaler("cpu", init_scale=1.0, growth_interval=2)
