@@ -110,7 +110,9 @@ class StepRecord:
             return
         self._steps += 1
         flag = getattr(optimizer, "found_inf", None)
-        skipped = torch.zeros(()) if flag is None else (flag.detach().reshape(()) > 0).float()
+        skipped = torch.zeros(())
+        if isinstance(flag, Tensor):  # torch's scaler sets the number 0 if nothing has a gradient
+            skipped = (flag.detach().reshape(()) > 0).float()
         if self._skips is None:
             self._skips = torch.zeros_like(skipped)
         self._skips = self._skips.to(skipped.device) + skipped  # loaded counts are on the CPU

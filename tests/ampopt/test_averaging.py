@@ -413,6 +413,15 @@ def test_several_optimizers_have_skipped_if_all_have():
     assert average.n_averaged.item() == counted
     assert alone.n_averaged.item() == 0
 
+    for p in model[1].parameters():
+        p.grad = None
+    optimizers[0].unscale_and_step(grads_scaled_by=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizers[1])  # has no gradients, and so no flag: it was not skipped
+    average.update_parameters(model)
+    assert average.n_averaged.item() == counted + 1
+
 
 @pytest.mark.parametrize("decay", [None, 0.5])
 def test_state_dicts_are_torchs_and_load_either_way(decay):

@@ -89,6 +89,16 @@ def test_an_optimizer_of_torch_has_no_flag():
     assert record.read() == {"skipped": 0, "skips": 0, "steps": 1}
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, torch.optim.AdamW])
+def test_a_step_of_torchs_scaler_without_gradients_is_counted(cls):
+    optimizer = cls([parameter()], fused=True)
+    record = StepRecord(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert record.read() == {"skipped": 0, "skips": 0, "steps": 1}
+
+
 def test_nothing_waits_until_it_is_read():
     with as_on_a_device():
         param = parameter()
