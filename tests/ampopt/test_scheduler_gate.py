@@ -228,6 +228,10 @@ def test_a_fused_step_of_torch_is_recognized_by_the_flag_of_the_scaler():
         gate.step()
         lrs.append(optimizer.param_groups[0]["lr"])
     assert lrs == [1.0, 0.5, 0.5]
+    param.grad = None  # the flag is a number then
+    scaler.step(optimizer)
+    gate.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_applied_overflows_count_as_steps():

@@ -474,6 +474,8 @@ def test_a_run_resumes_from_a_state_loaded_with_weights_only():
     state = torch.load(file, weights_only=True)
     other, param = made()
     resumed = ampopt.skip_when(other, norm_deviations=3.0, warmup=3)
+    with pytest.raises(TypeError, match="must be a dict, got list"):
+        resumed.load_state_dict([])
     with pytest.raises(ValueError, match="entries"):
         resumed.load_state_dict({})
     with pytest.raises(ValueError, match="numbers"):

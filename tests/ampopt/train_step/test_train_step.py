@@ -258,6 +258,8 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"batches_per_step": 0}, ValueError, "batches_per_step"),
         ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum', got 'none'"),
         ({"max_norm": -1.0}, ValueError, "max_norm"),
+        ({"on_overflow": "next"}, ValueError, "on_overflow must be 'skip', 'replay' or 'next"),
+        ({"on_overflow": "skip", "max_replays": 1}, ValueError, "cannot be combined with on_ov"),
         ({"max_replays": -1}, ValueError, "max_replays"),
         ({"preserve_rng": True}, ValueError, "pass on_overflow='replay' too"),
         ({"max_replays": 1, "cuda_graph": True}, ValueError, "cannot be combined with cuda_graph"),
@@ -286,8 +288,9 @@ def test_arguments_that_cannot_work_are_refused_by_the_constructor(options, erro
 def test_a_batch_that_cannot_be_divided_changes_nothing():
     step = step_of(micro_batches=3)
     before = everything(step.optimizer)
-    with pytest.raises(ValueError, match=r"batch of 4 cannot be divided into micro_batches=3"):
-        step(*batch())
+    for n in (4, 0):
+        with pytest.raises(ValueError, match=f"of {n} cannot be divided into micro_batches=3"):
+            step(*(tensor[:n] for tensor in batch()))
     assert everything(step.optimizer) == before
 
 
@@ -296,6 +299,19 @@ def test_a_loss_of_several_elements_is_refused():
     step = TrainStep(model, torch.nn.MSELoss(reduction="none"), optimizer, 1.0)
     with pytest.raises(TypeError, match=r"one element, got shape \(4, 1\)"):
         step(*batch())
+    step = TrainStep(model, lambda outputs, targets: 1.0, optimizer, 1.0)
+    with pytest.raises(TypeError, match="one element, got float"):
+        step(*batch())
+
+
+def test_the_bits_of_the_optimizer_are_those_of_the_policy_or_more_special():
+    model = torch.nn.Linear(2, 1)
+    policy = ampopt.Precision(state_bits=8)
+    with pytest.raises(ValueError, match="requires state_bits=8, and AdamW was made with 32"):
+        TrainStep(model, MSE, ampopt.AdamW(model.parameters()), precision=policy)
+    optimizer = ampopt.AdamW(model.parameters(), **policy.optimizer_options)
+    for each in (policy, ampopt.Precision()):
+        assert TrainStep(model, MSE, optimizer, precision=each).scale is None
 
 
 # --- parts of one's own ---------------------------------------------------------------------------
