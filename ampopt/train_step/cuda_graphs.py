@@ -157,7 +157,7 @@ class CapturedSteps:
         modes = [module.training for module in self._modules]
         kind = (modes, structure, [_kind(leaf) for leaf in leaves])
         self._put_gradients_back()
-        if (self._capture is not None or self._warm) and not self._holds(scale):
+        if not self._holds(scale):
             self.forget()
         if self._capture is None:
             if kind != self._kind:
