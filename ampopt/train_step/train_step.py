@@ -158,15 +158,16 @@ class TrainStep:
         if cuda_graph:
             cuda_graphs.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self._loss_fn, self._scale = loss_fn, as_scale(scale)
+        self._loss_fn, self._on_overflow = loss_fn, on_overflow
+        self._captured_steps: cuda_graphs.CapturedSteps | None = None
+        self.scale = scale
         _check_steps_model(model, optimizer)
         self._precision, self._micro_batches, self._max_norm = precision, micro_batches, max_norm
         self._batches_per_step, self._averages = batches_per_step, reduction == "mean"
-        self._on_gradients, self._on_overflow = on_gradients, on_overflow
+        self._on_gradients = on_gradients
         self._max_replays = 100 if max_replays is None else max_replays
         self._preserve_rng = preserve_rng
         self._cuda_graph = cuda_graph
-        self._captured_steps: cuda_graphs.CapturedSteps | None = None
 
     @property
     def scale(self) -> LossScale | None:
@@ -184,7 +185,13 @@ class TrainStep:
 
     @scale.setter
     def scale(self, scale: LossScale | float | None) -> None:
-        self._scale = as_scale(scale)
+        checks = (new := as_scale(scale)) is not None
+        if not (checks or self._on_overflow == "skip" or self.optimizer._ampopt.needs_closure):
+            raise ValueError(
+                f"without a scale no step is checked, so on_overflow={self._on_overflow!r} would "
+                "do nothing: pass scale=1.0, which checks without scaling"
+            )
+        self._scale = new
         self._forget_captured()
 
     def __call__(self, inputs: Any, *targets: Any) -> StepResult:

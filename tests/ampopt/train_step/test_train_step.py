@@ -260,6 +260,8 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"max_norm": -1.0}, ValueError, "max_norm"),
         ({"on_overflow": "next"}, ValueError, "on_overflow must be 'skip', 'replay' or 'next"),
         ({"on_overflow": "skip", "max_replays": 1}, ValueError, "cannot be combined with on_ov"),
+        ({"scale": None, "on_overflow": "next_batch"}, ValueError, "without a scale no step is"),
+        ({"scale": None, "max_replays": 2}, ValueError, "without a scale no step is checked"),
         ({"max_replays": -1}, ValueError, "max_replays"),
         ({"preserve_rng": True}, ValueError, "pass on_overflow='replay' too"),
         ({"max_replays": 1, "cuda_graph": True}, ValueError, "cannot be combined with cuda_graph"),
