@@ -154,13 +154,13 @@ class LinesOfRanks:
             self._first_parts[id(param)] = len(self._sizes)
             self._sizes += [math.prod(shape_of_lines(param.shape, lines)) for lines in over]
 
-    def __call__(self, works: Sequence[Work], lines: Sequence[list[LineSums]]) -> None:
+    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums | None]) -> None:
         """See :data:`ampopt_kernels.step_data.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
-        with_lines = (work for work, stacks in zip(works, lines, strict=True) if stacks)
+        with_lines = (work for work in works if work.line_stacks)
         self._add_up(works, lines, next(with_lines, works[0]).device)
 
     def join_without_gradients(self, device: torch.device) -> None:
@@ -172,7 +172,7 @@ class LinesOfRanks:
         self._add_up([], [], device)
 
     def _add_up(
-        self, works: Sequence[Work], lines: Sequence[list[LineSums]], device: torch.device
+        self, works: Sequence[Work], lines: Sequence[LineSums | None], device: torch.device
     ) -> None:
         """Replace the ``lines`` of each work, sums over local shards; all-reduce on ``device``."""
         if not self._first_parts:  # no parameter is a DTensor with rows and columns
@@ -181,15 +181,18 @@ class LinesOfRanks:
         message = torch.zeros(sum(self._sizes), dtype=widest(device), device=device)
         parts = message.split(self._sizes)
         self._same.write_counts(parts[0], keys)
-        pairs = zip(works, lines, strict=True)
-        for row, sums in [(w.rows[s.members[0]], s.sums) for w, stacks in pairs for s in stacks]:
-            own: Any = row.row_column_means
-            if own.shard is not None:  # then it is the only parameter of its stack
-                for i, over in enumerate(own.over):
+        for work, sums in zip(works, lines, strict=True):
+            stacks = () if sums is None else zip(work.line_stacks, sums.of_stacks, strict=True)
+            for (index, *_), of_stack in stacks:
+                row = work.rows[index]
+                own: Any = row.row_column_means
+                if own.shard is None or not work.is_present(index):
+                    continue
+                for i, over in enumerate(own.over):  # the shard is the only one of its stack
                     part = parts[self._first_parts[row.owner.key] + i]
                     whole = part.view(1, *shape_of_lines(own.whole_shape, over))
                     if row.in_norm:
-                        own.shard.put(over, sums[i][0], whole[0])
-                    sums[i] = whole
+                        own.shard.put(over, of_stack[i][0], whole[0])
+                    of_stack[i] = whole
         self._agreement.add_up_parameters(message)
         self._same.check(parts[0], keys)

@@ -153,11 +153,11 @@ class Backend(ABC):
         return decision
 
     @abstractmethod
-    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums | None:
         """Sum the terms of ``rule.averages`` over rows and columns of the shards of this rank.
 
         Returns:
-            The sums of each stack, none if the host knows that the step is skipped.
+            The sums; ``None`` if the host knows that the step is skipped.
         """
 
     @abstractmethod
@@ -274,10 +274,9 @@ def _average_lines(
     lines = [backend.sum_lines(work, decision) for backend, work, decision in each]
     if request.agree_on_lines is not None:
         request.agree_on_lines(works, lines)
-    for (backend, work, decision), stacks in zip(each, lines, strict=True):
-        skipped = None if backend.host_sees else decision.skip > 0
-        for stack in stacks:
-            advance(work, stack, skipped)
+    for (backend, work, decision), sums in zip(each, lines, strict=True):
+        if sums is not None:
+            advance(work, sums, None if backend.host_sees else decision.skip > 0)
 
 
 def _on(device: torch.device, request: Request) -> Request:

@@ -24,7 +24,7 @@ from ampopt_kernels.tensors import widest
 
 __all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
 
-AgreeOnLines = Callable[[Sequence[Work], Sequence[list[LineSums]]], None]
+AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums | None]], None]
 """Replaces the sums over the shards of this rank, for each work, by those over whole parameters. A
 collective: every rank that has a shard calls it once."""
 

@@ -16,7 +16,7 @@ from ampopt_kernels.element_indices import ElementIndices
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.low_bits import master_of
 from ampopt_kernels.native.objects import addresses
-from ampopt_kernels.row_column_means import RowColumnMeans
+from ampopt_kernels.row_column_means import RowColumnMeans, stacks_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat
 from ampopt_kernels.uploads import Uploads
@@ -280,6 +280,11 @@ class Work:
         """The row and column factors of all rows; see :attr:`RowColumnMeans.factors`."""
         means = (row.row_column_means for row in self.rows)
         return (factor for own in means if own is not None for factor in own.factors)
+
+    @functools.cached_property
+    def line_stacks(self) -> list[list[int]]:
+        """The indices of the rows whose rows and columns are averaged together."""
+        return stacks_of(self.rows)
 
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:

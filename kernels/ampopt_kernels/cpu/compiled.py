@@ -20,7 +20,7 @@ from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.gradient_terms import ACCUMULATION, MEASURES
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
-from ampopt_kernels.row_column_means import LineSums
+from ampopt_kernels.row_column_means import LineSums, of_rows, zero_sums
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
@@ -135,16 +135,19 @@ class Compiled(Backend):
         reports = (GradientReport(flags, range(n), work.owners),) if any(flags) else ()
         return Partials(flags, None, reports)
 
-    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
-        """See :meth:`Backend.sum_lines`. Parameters are not stacked."""
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums | None:
+        """See :meth:`Backend.sum_lines`."""
         skip, inverse, clip = decision.coefficients_on_host
-        table = Table.of(work)
-        lines: list[LineSums] = []
-        for rows in () if skip > 0 else table.kinds or ():
+        if skip > 0:
+            return None
+        table, of_stacks = Table.of(work), zero_sums(work)
+        sums = of_rows(work, of_stacks)
+        h: list[tuple[float, ...]] = [()] * len(work.rows)
+        for rows in table.kinds or ():
             if "averages" in rows.kind.roles:
                 rows.before_sums(table, (inverse, clip))
-                lines += rows.sum_lines(table, work.rows)
-        return lines
+                rows.sum_lines(table, sums, h)
+        return LineSums(of_stacks, h)
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

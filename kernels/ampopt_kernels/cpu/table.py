@@ -39,7 +39,6 @@ from ampopt_kernels.cpu.cpp import OPTIONS, Kind, source_of
 from ampopt_kernels.cpu.gradients import GradientTable
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import EMPTY, addresses
-from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step_tensors import ParamRow, Work
 
@@ -139,25 +138,23 @@ class KindTable:
         to = torch.get_num_threads(), sums.data_ptr()
         self._library.reduce(table.grads_at, *self._rows, *self._results, *to)
 
-    def sum_lines(self, table: "Table", rows: Sequence[ParamRow]) -> list[LineSums]:
-        """The sums of each term of ``averages``, after :meth:`before_sums`; none are stacked.
+    def sum_lines(
+        self, table: "Table", sums: dict[int, list[Tensor]], h: list[tuple[float, ...]]
+    ) -> None:
+        """Sum each term of ``averages`` over rows and columns, after :meth:`before_sums`.
 
         Args:
             table: has the gradients of this step.
-            rows: the rows of the work.
+            sums: by row, zeros to add to: see ``row_column_means.of_rows``.
+            h: gets the numbers of ``averages`` of each row with a gradient.
         """
-        lines, width, to = [], self.kind.width_of("reduce"), array("q")
-        for place, result in zip(self.members, self._which, strict=True):
-            own = rows[place].row_column_means
-            assert own is not None
-            sums = own.zero_sums()
-            to.extend(map(Tensor.data_ptr, sums))
-            if result >= 0:
-                h = tuple(self._numbers[result * width + 2 : (result + 1) * width])
-                lines.append(LineSums((place,), sums, h))
+        to = addresses(list(chain.from_iterable(sums[place] for place in self.members)))
         threads = torch.get_num_threads(), to.buffer_info()[0]
         self._library.averages(table.grads_at, *self._rows, *self._results, *threads)
-        return lines
+        width = self.kind.width_of("reduce")
+        for place, result in zip(self.members, self._which, strict=True):
+            if result >= 0:
+                h[place] = tuple(self._numbers[result * width + 2 : (result + 1) * width])
 
 
 class Table:

@@ -25,7 +25,7 @@ from ampopt_kernels.triton.passes import (
     reduce,
     update,
 )
-from ampopt_kernels.triton.row_column_sums import lines_of
+from ampopt_kernels.triton.row_column_sums import Tiles
 from ampopt_kernels.triton.table import Table, hyper_table
 
 __all__ = ["Triton"]
@@ -162,16 +162,16 @@ class Triton(Backend):
         self._launch(work.device, *control_launch(work, decision))
         return decision
 
-    def sum_lines(self, work: Work, decision: Decision) -> list[LineSums]:
+    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
-        lines, h = lines_of(work), decision.h
+        tiles, h = Tiles.of(work), decision.h
         assert h is not None
-        sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
+        sums = torch.zeros(tiles.size, dtype=torch.float64, device=work.device)
         given = {"table": Table.of(work).addresses, "h_table": h, "sums": sums}
         given["coefficients"] = decision.coefficients_on_device
-        for variant, programs, tiles in lines.launches:
-            self._launch(work.device, variant, programs, {**given, "tiles": tiles})
-        return list(lines.by_stack(work, sums, h))
+        for variant, programs, on_device in tiles.launches:
+            self._launch(work.device, variant, programs, {**given, "tiles": on_device})
+        return LineSums(tiles.added_up(sums), h)
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows."""

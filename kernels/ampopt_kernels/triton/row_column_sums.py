@@ -8,7 +8,6 @@ same bits in every run.
 
 import math
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
-from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.triton.chunks import numbers_of, streams_of
@@ -26,7 +24,7 @@ from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.row_layout import layout_of
 from ampopt_kernels.triton.table import EVEN, Table
 
-__all__ = ["Lines", "line_kernel", "lines_of"]
+__all__ = ["Tiles", "line_kernel"]
 
 SHORT = 4
 """Elements of a block along the dimension that is strided in memory.
@@ -38,65 +36,40 @@ BLOCKS = 1 << 4
 
 
 @dataclass(frozen=True)
-class Lines:
-    """All sums over lines of one step.
+class Tiles:
+    """All sums over lines of one step, and the tiles that they are summed in.
 
     Attributes:
-        stacks: by the indices of matrices that have one shape and kind, for each term, where its
-            sums are: the first sum, and the number of programs that share a line. The sums have
-            the shape (matrices, programs, lines). A sharded parameter is a stack of its own.
+        parts: for each stack of the work and each term, where the sums of its tiles are: a slice,
+            and the shape (matrices, programs that share a line, *shape of the lines).
         launches: for each launch of ``line_kernel``, the variant, the number of programs, and the
             tiles.
         size: the number of sums.
     """
 
-    stacks: dict[tuple[int, ...], list[tuple[int, int]]]
+    parts: list[list[tuple[slice, tuple[int, ...]]]]
     launches: list[tuple[Variant, int, Tensor]]
     size: int
 
-    def by_stack(self, work: Work, sums: Tensor, h: Tensor) -> Iterator[LineSums]:
-        """Add up the parts of each line.
+    @classmethod
+    def of(cls, work: Work) -> "Tiles":
+        """The tiles of ``work``, made once for each table."""
+        table = Table.of(work)
+        if table.tiles is None:
+            table.tiles = _divided(work, table)
+        return table.tiles
+
+    def added_up(self, sums: Tensor) -> list[list[Tensor]]:
+        """For each stack and term, the sums of whole lines; see ``LineSums.of_stacks``.
 
         Args:
-            work: the rows.
             sums: float64, shape (size,): what ``line_kernel`` wrote.
-            h: see ``line_kernel``.
         """
-        for members, of_terms in self.stacks.items():
-            # Only matrices with a gradient: a mean over a larger stack may be rounded differently.
-            present = [i for i, row in enumerate(members) if work.is_present(row)]
-            if not present:
-                continue
-            row, rows = work.rows[members[0]], [members[i] for i in present]
-            own, totals = row.row_column_means, []
-            assert own is not None
-            for over, (start, parts) in zip(own.over, of_terms, strict=True):
-                shape = shape_of_lines(own.shape, over)
-                of_term = sums[start : start + len(members) * parts * math.prod(shape)]
-                total = of_term.view(len(members), parts, *shape).sum(1)
-                totals.append(_chosen(work, total, f"present of lines {members[0]}", present))
-            numbers = _chosen(work, h, f"rows averaged with {members[0]}", rows)
-            each = numbers.to(row.compute_dtype).T.reshape(-1, len(rows), *[1] * len(own.shape))
-            yield LineSums(tuple(rows), totals, each.unbind())
+        return [[sums[at].view(shape).sum(1) for at, shape in stack] for stack in self.parts]
 
 
-def _chosen(work: Work, tensor: Tensor, name: str, indices: list[int]) -> Tensor:
-    """The entries of ``tensor`` at the ``indices`` of this name, which increase."""
-    if len(indices) == len(tensor):
-        return tensor
-    return tensor[work.uploads.get(name, indices, torch.int64, work.device)]
-
-
-def lines_of(work: Work) -> Lines:
-    """The lines of ``work``, made once for each table."""
-    table = Table.of(work)
-    if table.lines is None:
-        table.lines = _divided(work, table)
-    return table.lines
-
-
-def _divided(work: Work, table: Table) -> Lines:
-    """Divide the matrices of ``work`` into stacks and tiles."""
+def _divided(work: Work, table: Table) -> Tiles:
+    """Divide the matrices of ``work`` into tiles."""
     rule = work.rule
     assert rule is not None
     of_all = {
@@ -105,43 +78,39 @@ def _divided(work: Work, table: Table) -> Lines:
         "SCALES": table.first_scale,
         "COLUMNS": table.columns,
     }
-    of_kind: dict[Any, list[int]] = {}
-    for index, row in enumerate(work.rows):
-        own = row.row_column_means
-        if own is not None:
-            alone = None if own.shard is None else index
-            kind = (row.kind, table.aligned[index], own.over, own.shape, alone)
-            of_kind.setdefault(kind, []).append(index)
-    stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    stacks: list[list[tuple[slice, tuple[int, ...]]]] = []
     tiles: dict[Variant, array] = {}
     size = 0
-    for (_, aligned, over, (*batch, m, n), _), members in of_kind.items():
-        row, of_terms = work.rows[members[0]], []
-        stacks[tuple(members)] = of_terms
-        align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
-        layout = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
-        for term, of_rows in enumerate(lines == "rows" for lines in over):
-            length, lines = (n, m) if of_rows else (m, n)
-            lines *= math.prod(batch)
+    for members in work.line_stacks:
+        row = work.rows[members[0]]
+        own: Any = row.row_column_means
+        m, n = own.shape[-2:]
+        stacks.append([])
+        for term, over in enumerate(own.over):
+            of_rows, shape = over == "rows", shape_of_lines(own.shape, over)
+            length, lines = n if of_rows else m, math.prod(shape)
             wide = of_rows and SHORT * SHORT * n >= table.block
             block = (SHORT, table.block // SHORT) if wide else (table.block // SHORT, SHORT)
             span = max(table.chunk // block[0], BLOCKS * block[1])
             of_tiles = {"TERM": term, "SPAN": span, "LINES": block[0], "ALONG": block[1]}
-            variant = variant_of(line_kernel, {**of_all, "ROW": layout, **of_tiles})
-            parts = max(1, -(-length // span))
-            of_terms.append((size, parts))
+            parts, first = max(1, -(-length // span)), size
             for index in members:
+                aligned = table.aligned[index]
+                align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
+                layout = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
+                variant = variant_of(line_kernel, {**of_all, "ROW": layout, **of_tiles})
                 for start in range(0, parts * span, span):
                     for line in range(0, lines if length else 0, block[0]):
                         tile = index, line, start, size + line
                         tiles.setdefault(variant, array("q")).extend(tile)
                     size += lines
+            stacks[-1].append((slice(first, size), (len(members), parts, *shape)))
     launches = []
     for variant, own in tiles.items():
         name = f"tiles of lines, launch {len(launches)}"
         on_device = work.uploads.get(name, own, torch.int64, work.device)
         launches.append((variant, len(own) // 4, on_device))
-    return Lines(stacks, launches, size)
+    return Tiles(stacks, launches, size)
 
 
 @kernel

@@ -130,8 +130,8 @@ class Table:
         flag_sets: all different flags of the rows; ``((),)`` if ``scalars`` of the rule takes none.
         aligned: for each row, whether its addresses are multiples of 16 bytes.
         grads_version: ``Work.grads_version`` of the gradients in the table.
-        lines: the :class:`~ampopt_kernels.triton.row_column_sums.Lines` that the rule averages
-            over; ``None`` until they are needed.
+        tiles: the :class:`~ampopt_kernels.triton.row_column_sums.Tiles` of matrices; ``None`` until
+            they are needed.
         prepared: whether the launches of update are compiled.
         variants: what :class:`~ampopt_kernels.triton.launch.Variant` each launch has, by kind of
             pass; see ``passes.py`` and ``control.py``.
@@ -151,7 +151,7 @@ class Table:
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     grads_version: int
-    lines: Any = None
+    tiles: Any = None
     prepared: bool = False
     variants: dict[Any, Any] = field(default_factory=dict)
 

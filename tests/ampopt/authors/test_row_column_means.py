@@ -227,7 +227,8 @@ def test_no_bit_depends_on_what_a_matrix_is_bundled_with(backend, cls, dtype, op
         params = params_of(shapes, dtype)
         for i, p in enumerate(params):
             p.data.mul_(1 + i / 7)
-        optimizer = cls(params, **options)
+        groups = [{"params": params[:3], "lr": 0.3}, {"params": params[3:]}]
+        optimizer = cls(groups, **options)
         for i in range(4):
             present = [p for k, p in enumerate(params) if k not in lacking.get(i, ())]
             for some in [present] if together else [[p] for p in present]:
@@ -235,6 +236,24 @@ def test_no_bit_depends_on_what_a_matrix_is_bundled_with(backend, cls, dtype, op
                 step(optimizer, some, i)
         ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
     assert all(map(torch.equal, *ends))
+
+
+def test_no_bit_of_long_matrices_depends_on_how_many_there_are():
+    """Torch divides one long mean among threads, but not those of several."""
+    ampopt.set_backend("eager")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # With this seed, the two means differ by enough to be seen in the parameters.
+        values = torch.randn(40000, 1, generator=torch.Generator().manual_seed(9))
+        params = [Parameter(values.clone()) for _ in range(6)]
+        for some in (params[:1], params[1:]):
+            for p in some:
+                p.grad = values.roll(1)
+            ampopt.Adafactor(some, lr=1.0).unscale_and_step(grads_scaled_by=1.0)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(p, params[0]) for p in params)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

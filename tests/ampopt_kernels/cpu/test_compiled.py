@@ -408,8 +408,9 @@ def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> An
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
     backend.prepare(work, Request(), decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
-    (stack,) = backend.sum_lines(work, decision)
-    return own, [sums.squeeze(0) for sums in stack.sums]
+    lines = backend.sum_lines(work, decision)
+    assert lines is not None
+    return own, [sums.squeeze(0) for sums in lines.of_stacks[0]]
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
