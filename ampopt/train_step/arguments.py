@@ -1,5 +1,6 @@
 """Check the arguments of :class:`ampopt.TrainStep`, and divide batches into micro-batches."""
 
+import functools
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 from ampopt.options import MASTER_BITS, MASTER_WEIGHTS, STATE_BITS
 from ampopt.precision.levels import Precision
+from ampopt_kernels.devices import to_device
 
 __all__ = [
     "NOT_GIVEN",
@@ -24,6 +26,7 @@ __all__ = [
     "check_masters",
     "check_overflow",
     "of_autocast",
+    "on_device",
     "outputs",
     "parts",
 ]
@@ -112,6 +115,18 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn must return a tensor of one element, got {what}")
+
+
+def on_device(device: torch.device, leaf: Any) -> Any:
+    """``leaf`` of a batch, if it is a tensor, on ``device``.
+
+    A mapping that is no pytree, such as a ``BatchEncoding`` of transformers, becomes a dict.
+    """
+    if isinstance(leaf, Tensor):
+        return to_device(leaf, device)
+    if isinstance(leaf, Mapping):
+        return pytree.tree_map(functools.partial(on_device, device), dict(leaf))
+    return leaf
 
 
 def parts(batch: Any, n: int) -> Iterator[Any]:

@@ -29,10 +29,10 @@ from ampopt.train_step.arguments import (
     check_masters,
     check_overflow,
     of_autocast,
+    on_device,
     outputs,
     parts,
 )
-from ampopt_kernels.devices import to_device
 
 __all__ = ["TrainStep"]
 
@@ -323,7 +323,7 @@ class TrainStep:
     def _step(self, batches: list[Any]) -> StepResult:
         """Run one step on batches, by a CUDA graph if there is one, and keep the next scale."""
         device = self.optimizer._ampopt.decision_device
-        batches = pytree.tree_map_only(Tensor, lambda t: to_device(t, device), batches)
+        batches = pytree.tree_map(functools.partial(on_device, device), batches)
         check_divisible(batches, self._micro_batches)
         steps = self._capturing_on(device)
         if steps is None:

@@ -1,5 +1,6 @@
 """``TrainStep`` is bitwise the loop that its docstring shows."""
 
+import collections
 import copy
 import functools
 from typing import Any
@@ -285,6 +286,17 @@ def test_arguments_that_cannot_work_are_refused_by_the_constructor(options, erro
     given_ = {"model": model, "loss_fn": MSE, "optimizer": optimizer, "scale": 1.0, **options}
     with pytest.raises(error, match=message):
         TrainStep(**given_)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+def test_a_mapping_is_divided_into_micro_batches(kind):
+    model, rows = torch.nn.Bilinear(2, 2, 1), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input1"])), with_kwargs=True
+    )
+    step = TrainStep(model, MSE, ampopt.SGD(model.parameters()), 1.0, micro_batches=2)
+    step(kind(input1=torch.ones(4, 2), input2=torch.ones(4, 2)), torch.ones(4, 1))
+    assert rows == [2, 2]
 
 
 def test_a_batch_that_cannot_be_divided_changes_nothing():
