@@ -171,7 +171,7 @@ class _Guard:
         entries: list[tuple[Any, Any]] = [(group, ("params",)) for group in groups]
         pairs = zip(self.params, rows.holders, strict=True)
         masters = {param: one.tensor for param, one in pairs if one.tensor is not param}
-        if masters and states is not None:
+        if states is not None:
             entries += [(states, masters.keys()), *((states[p], (MASTER,)) for p in masters)]
         self._identities = IdentityGuard([group["params"] for group in groups], entries)
         self._have_masters = list(map(MASTER_WEIGHTS.of, groups))

@@ -205,8 +205,7 @@ def values_of(param: Tensor) -> Tensor:
     elif dtensor.is_awaited(grad):
         grad = param.grad = dtensor.waited_for(grad)
     if grad.is_sparse:
-        if not grad.is_coalesced():
-            grad = param.grad = grad.coalesce()
+        grad = param.grad = grad.coalesce()
         return real(grad.values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
