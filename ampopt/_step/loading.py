@@ -43,8 +43,8 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         TypeError: the states or param groups are of another type than those that ``state_dict()``
             returns, or a state is neither a tensor nor a number.
         ValueError: ``state_dict`` is that of something else, the constructor refuses a
-            hyperparameter, 8-bit codes are missing, a count is negative or NaN, or a state is on
-            the meta device.
+            hyperparameter, a state or 8-bit codes are missing beside other states, a count is no
+            whole number from 0 on, or a state is on the meta device.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -59,12 +59,12 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 f"{reprlib.repr(state_dict[name])}. Nothing was loaded: load what state_dict() "
                 "returned"
             )
-    _check_of_this_optimizer(optimizer, state_dict)
     names = _SavedNames.of(optimizer.rule)
     for key, state in state_dict["state"].items():
         if isinstance(state, Mapping):
             _check_codes_are_there(names, key, state)
             _check_entries(optimizer, names, key, state)
+    _check_of_this_optimizer(optimizer, state_dict)
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:
         return
@@ -127,7 +127,8 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
     groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
     parts = (*rule.state, *rule.scalar_state)
     always = [part.name for part in parts if part.when is None]
-    counts = any(part.name == "step" for part in rule.scalar_state)
+    needed = [part.name for part in rule.state if part.when is None]
+    needed += [part.name for part in rule.scalar_state if part.name == "step"]
     kept = {part.name for part in rule.state} | {codes_key(part.name) for part in rule.state}
     for key, state in state_dict["state"].items():
         if key not in groups:  # users keep entries of their own
@@ -145,10 +146,12 @@ def _check_of_this_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> N
                     f"the state to be loaded has {other!r} for parameter {key}, a state of another "
                     f"optimizer; {name} has {[part.name for part in rule.state]}. {wrong}"
                 )
-        if counts and "step" not in state and not kept.isdisjoint(state):
+        lost = [name for name in needed if name not in state and codes_key(name) not in state]
+        if lost and not kept.isdisjoint(state):
+            # From 0 on, it would not fit the others: without a second moment, steps are too long.
             raise ValueError(
-                f"the state to be loaded has no 'step', the count of steps, for parameter {key}. "
-                f"It has {sorted(state)}. {wrong}"
+                f"the state to be loaded has no {lost[0]!r} for parameter {key}, only "
+                f"{sorted(state)}. {wrong}"
             )
 
 
@@ -223,12 +226,12 @@ def _is_on_meta(optimizer: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether ``value`` may be a count: not if the host knows a number that is none."""
+    """Whether ``value`` may be a count: not if the host knows that it is none."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.numel() != 1:
             return True
         value = value.item()
-    return value is None or (value >= 0 and value % 1 == 0)
+    return isinstance(value, numbers.Real) and float(value).is_integer() and float(value) >= 0
 
 
 def _check_codes_are_there(names: _SavedNames, key: Any, state: Mapping[str, Any]) -> None:
@@ -239,7 +242,7 @@ def _check_codes_are_there(names: _SavedNames, key: Any, state: Mapping[str, Any
     """
     for name, codes, scale in names.tensors:
         value = None if codes in state else state.get(name, {} if scale in state else None)
-        if not isinstance(value, Tensor) and isinstance(value, Mapping) and not value:
+        if isinstance(value, Mapping) and not value:
             raise ValueError(
                 f"the state to be loaded has no {codes!r} of parameter {key}: the loader "
                 f"looked for {name!r}, as it is called in memory. Nothing was loaded: pass the "
@@ -291,8 +294,6 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _uncast(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
-    if isinstance(value, Tensor) or isinstance(saved_value, Tensor):
-        return _uncast_copy(value, saved_value, copies)
     if isinstance(value, dict) and isinstance(saved_value, dict):
         for key, saved in saved_value.items():
             if key in value:

@@ -753,6 +753,9 @@ def test_entries_whose_names_another_optimizer_uses_are_loaded(bits_):
         ("exp_avg_codes", torch.zeros(3), TypeError, "are codes: do not cast them"),
         ("step", -1.0, ValueError, "has -1.0, .*'step' of .* must be a whole number, 0 or more"),
         ("step", torch.tensor(NAN), ValueError, "'step' of .* must be a whole number"),
+        ("step", 1.5, ValueError, "'step' of .* must be a whole number"),
+        ("step", None, ValueError, "has None, .*'step' of .* must be a whole number"),
+        ("step", torch.tensor(1j), ValueError, "'step' of .* must be a whole number"),
         ("rounding_key", NAN, ValueError, "'rounding_key' of .* must be a whole number"),
         ("exp_avg", [0.0, 1.0], TypeError, "of type list, for 'exp_avg' of .* must be a tensor"),
         ("exp_avg", torch.zeros(3, device="meta"), ValueError, "has no values: load it onto"),
@@ -785,7 +788,16 @@ def test_a_state_without_its_count_of_steps_is_refused_when_it_is_loaded(suffix)
     for name in ("exp_avg", "exp_avg_sq"):
         saved["state"][0][name + suffix] = saved["state"][0].pop(name).to(torch.int8)
     del saved["state"][0]["step"]
-    _refused(saved, ValueError, "has no 'step', the count of steps, for parameter 0")
+    _refused(saved, ValueError, "has no 'step' for parameter 0")
+
+
+def test_an_incomplete_state_is_refused_when_it_is_loaded():
+    saved = _saved(ampopt.AdamW)
+    del saved["state"][0]["exp_avg_sq"]
+    _refused(saved, ValueError, r"has no 'exp_avg_sq' for parameter 0, only \['exp_avg', 'step'\]")
+    saved = _saved(ampopt.AdamW)
+    del saved["param_groups"][0]["eps"]
+    _refused(saved, ValueError, "param group 0 .* has no 'eps', which AdamW reads")
 
 
 def test_flags_that_older_versions_of_torch_did_not_save_are_added():
