@@ -50,6 +50,7 @@ _FORMULAS = {
     "round": "tl.floor(x + 0.5)",
     "square": "x * x",
     "tanh": "2 * tl.sigmoid(2 * x) - 1",
+    "where": "tl.where(condition, a, b)",
     "zeros_like": "x * 0",
     "zip": "for i in tl.static_range(len(state)), with state[i]",
 }
@@ -165,8 +166,6 @@ def _instead_of(name: str) -> str | None:
         return f"Write {_FORMULAS[name]}"
     if name in _SUMS:
         return _ELEMENTWISE
-    if name[:1] != "_" and hasattr(getattr(torch_language, name, None), "on_number"):
+    if hasattr(getattr(torch_language, name, None), "on_number"):
         return f"Write tl.{name}(x)"
-    if name == "where":
-        return "Write tl.where(condition, a, b)"
     return None

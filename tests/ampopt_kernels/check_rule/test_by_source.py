@@ -45,6 +45,11 @@ def calls_numpy(p, g, state, h, flags):
 
 
 @jit
+def calls_where_of_numpy(p, g, state, h, flags):
+    return np.where(g > 0, p, g), state  # here
+
+
+@jit
 def calls_torch(p, g, state, h, flags):
     return p - h[0] * torch.pow(g, 2.0), state  # here
 
@@ -164,6 +169,12 @@ def plain(p, g, state, h, flags):
             calls_numpy,
             "cannot call np.sign",
             "Write sign(x), with sign of",
+        ),
+        (
+            {"update": calls_where_of_numpy},
+            calls_where_of_numpy,
+            "cannot call np.where",
+            "Write tl.where(condition, a, b)",
         ),
         ({"update": calls_torch}, calls_torch, "cannot call torch.pow", "Write power(x, y), for"),
         (
