@@ -124,6 +124,18 @@ def calls_one_that_is_refused(p, g, state, h, flags):
     return p - cubed(g), state
 
 
+@jit
+def doubled(x):
+    # Longer than its caller.
+
+    return x + x
+
+
+@jit
+def calls_one_and_a_global_number(p, g, state, h, flags):
+    return p - GAMMA * doubled(g), state  # here
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("function", "code", "advice"),
@@ -141,6 +153,7 @@ def calls_one_that_is_refused(p, g, state, h, flags):
         (has_a_lambda, "lambda x: 2 * x", "The language of rules"),
         (of(0.5), "rate", "NAME: tl.constexpr = NUMBER"),
         (calls_one_that_is_refused, "x**3", "x * x"),
+        (calls_one_and_a_global_number, "GAMMA", "NAME: tl.constexpr = NUMBER"),
     ],
     ids=lambda value: getattr(getattr(value, "fn", None), "__name__", ""),
 )
