@@ -95,8 +95,7 @@ class Function:
             "."
         )
         message = message.replace("'_Given'", "'tuple'")
-        of_length = "to unpack" in message or "out of range" in message
-        instead = declared if of_length else None
+        instead = declared if "to unpack" in message else None
         if isinstance(error, NameError) and repr(error.name) in declared:
             instead = f"Unpack h, state or flags first, as lr, beta = h. {declared}"
         return self.refused(message, line, instead)

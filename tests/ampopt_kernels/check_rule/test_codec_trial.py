@@ -97,7 +97,7 @@ def shifted(code):
 
 @jit
 def reciprocal(code):
-    return tl.where(code == 0, 0.0, 1 / (code - 1))
+    return tl.where(code == 0, 0.0, 1 / (code - 100))
 
 
 @jit
@@ -113,6 +113,11 @@ def as_is(code):
 @jit
 def halves(code):
     return code * 0.5
+
+
+@jit
+def infinite(x, u):
+    return tl.where(x == 0, 0.0, x / (x - x))
 
 
 @jit
@@ -146,9 +151,13 @@ REFUSED = {
     "no power": ({"encode": powered}, "encode of state 'buf'", "Write x * x"),
     "not for a GPU": ({"encode": scaled_outside}, "encode of state 'buf'", "compiled for a GPU"),
     "zero decoded": ({"decode": shifted}, "decode of state 'buf'", "returned 0.00833333 for code"),
-    "infinite decoded": ({"decode": reciprocal}, "returned inf for code 1: return a finite"),
+    "infinite decoded": ({"decode": reciprocal}, "returned inf for code 100: return a finite"),
     "not undone": ({"decode": too_large}, "returned 120 for the code of x = 1: it must undo"),
     "signs lost": ({"dtype": torch.uint8}, "the code of x = -1", "declared with positive=True"),
+    "infinite float": (
+        {"encode": infinite, "decode": as_is, "dtype": torch.float16, "block": 1},
+        "a code of torch.float16 must be finite",
+    ),
     "floats": (
         {"encode": doubles, "decode": halves, "dtype": torch.float16, "block": 1},
         "has dtype torch.float16 and block=1: return the code as it is",
@@ -170,6 +179,11 @@ def whole(x, u):
 
 
 @jit
+def as_it_is(x, u):
+    return x
+
+
+@jit
 def of_255(code):
     return code / 255
 
@@ -181,6 +195,7 @@ def of_255(code):
         {"encode": whole, "decode": of_255, "dtype": torch.uint8, "positive": True},
         {"encode": doubles, "decode": halves, "dtype": torch.float16, "block": 256},
         {"encode": encode, "decode": decode, "block": 1},
+        {"encode": as_it_is, "decode": as_is, "dtype": torch.float16, "block": 1},
     ],
 )
 def test_a_codec_that_works_is_accepted(changed):

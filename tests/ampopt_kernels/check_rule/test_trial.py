@@ -430,7 +430,7 @@ def test_a_refusal_says_what_to_write(function, instead):
 
 
 def test_a_misspelt_name_is_refused():
-    assert_refused(Rule(update=misspelt, hyper=HYPER), "name 'momentun' is not defined")
+    assert_refused(Rule(update=misspelt, hyper=HYPER), "name 'momentun' is not defined. Call")
 
 
 @jit
