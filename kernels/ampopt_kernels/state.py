@@ -87,10 +87,11 @@ class State:
                 f"State {self.name!r} has codec={self.codec!r}, which must be an "
                 "ampopt_kernels.Codec, or None for a built-in one"
             )
-        if self.codec is not None and (self.full is True or self.shape or self.dtype):
+        always = self.full is True or self.shape or self.dtype or self.init == PARAM
+        if self.codec is not None and always:
             raise ValueError(
-                f"State {self.name!r} has a codec, but full, shape or dtype says that it is never "
-                "kept in few bits: remove one of them"
+                f"State {self.name!r} has a codec, but full, shape, dtype or init says that it is "
+                "never kept in few bits: remove one of them"
             )
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ValueError(

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels.codecs import SIGNED
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
 
@@ -193,6 +194,26 @@ def test_a_scalar_state_that_is_made_later_has_the_dtype_it_would_have_had_at_fi
     stepped(optimizer, 1)
     assert optimizer.state[p]["all"].dtype == torch.float64
     assert optimizer.state[p]["some"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "full", [{"full": True}, {"shape": "rows"}, {"dtype": torch.float32}, {"init": "param"}]
+)
+def test_a_codec_of_a_state_in_full_precision_is_refused(full):
+    with pytest.raises(ValueError, match="has a codec, but .* never kept in few bits: remove one"):
+        State("s", codec=SIGNED, **full)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"shape": "row"}, "cannot have the shape 'row': choose 'rows' or 'columns'"),
+        ({"shape": "rows", "init": "param"}, "init='param', a copy of the parameter, does not fit"),
+    ],
+)
+def test_wrong_shapes_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        State("s", **shape)
 
 
 def test_wrong_declarations_are_refused():
