@@ -311,8 +311,8 @@ def pair_and_part(state: int) -> tuple[int, int]:
 def encoded_each(
     states: Sequence[Tensor],
     codecs: Sequence[Codec | None],
-    position: Tensor | None,
-    key: int | Tensor | None,
+    position: Any,
+    key: Any,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The stored form of states: codes, or values where there is no codec; and all scales.
 
@@ -326,7 +326,7 @@ def encoded_each(
     arrays: list[Tensor] = []
     scales: list[Tensor] = []
     for i, (state, codec) in enumerate(zip(states, codecs, strict=True)):
-        if codec is not None and position is not None and key is not None:
+        if codec is not None:
             state, own = encoded(state, codec, uniform(position, key, i))
             scales += [] if own is None else [own]
         arrays.append(state)

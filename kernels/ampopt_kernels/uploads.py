@@ -51,8 +51,8 @@ class Uploads:
             values: the numbers of the table.
             dtype: int32, int64, float32 or float64.
             device: device of the result.
-            in_place: whether changed values of the same number and dtype overwrite the old tensor,
-                in the order of the stream, so that a captured graph reads them at its next replay.
+            in_place: whether as many changed values overwrite the old tensor, in the order of the
+                stream, so that a captured graph reads them at its next replay.
 
         Raises:
             RuntimeError: ``values`` have changed, and a CUDA graph is being captured.
@@ -63,7 +63,7 @@ class Uploads:
         refuse_while_captured(device, _OTHERS)
         table = _on_host(values, dtype)
         if entry is not None and entry[1].device == device:
-            if in_place and entry[1].shape == table.shape and entry[1].dtype == dtype:
+            if in_place and entry[1].shape == table.shape:
                 table = carried_into(entry[1], table)
             elif device.type in ACCELERATORS:
                 # The old table may be from another stream: do not let that stream reuse its
