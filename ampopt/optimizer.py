@@ -545,13 +545,12 @@ def _step_scaled_gradients(
     preserve_rng: bool = False,
     write: bool = False,
 ) -> StepResult:
-    """The method of ``optimizer``; with ``write``, ``p.grad`` is unscaled afterwards."""
+    """The method of ``optimizer``; with ``write``, which needs a scale, it unscales ``p.grad``."""
     ours = optimizer._ampopt
     ours.phase.refuse_pending("unscale_and_step")
     scale = ours.scale(grads_scaled_by)
     if max_norm is not None:
         max_norm = check_max_norm(max_norm)
-    write = write and scale is not None
     if closure is not None:
         return closures.step_with_closure(
             optimizer,

@@ -81,12 +81,12 @@ class Agreement:
         self._replicated = replicated
         here = torch.distributed.get_rank()
         of_group = torch.distributed.get_process_group_ranks
-        self._is_first = here == min(of_group(groups[0]) if names_ranks else ranks_of(mesh))
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._in_norm: dict[Any, bool] = {}  # by mesh and placements
         self._holders, self._here = holders, here
         self.ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
         self.place = self.ranks.index(here)
+        self._is_first = here == min(self.ranks)
         self._rows = RowsOnDevices(len(self.ranks), self.place)
         self.is_sharded_throughout = not names_ranks and all(
             is_dtensor(param)
@@ -130,7 +130,7 @@ class Agreement:
         """Put each of these ranks in equally many process groups, by groups of it alone.
 
         Torch names a group of some ranks by them and that count, and ranks with different names
-        would wait for each other without end.
+        would wait for each other without end. Synchronizes.
         """
         most = torch.tensor(count_of_groups(), device=device)
         self._all_reduce(most, self._groups, torch.distributed.ReduceOp.MAX)
@@ -318,10 +318,7 @@ class Agreement:
         """
         objects = [mine]
         for group in self._groups:
-            size = torch.distributed.get_world_size(group)
-            if size == 1:
-                continue
-            of_ranks: list[Any] = [None] * size
+            of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(of_ranks, objects, group)
             objects = [one for of_rank in of_ranks for one in of_rank]
         return objects

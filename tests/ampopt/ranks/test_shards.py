@@ -564,6 +564,37 @@ def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_bef
         assert "none covers the others" in text
 
 
+def on_some_ranks() -> tuple[float, float, list[str], str] | None:
+    """On a mesh of ranks 0 and 1 that no one group reaches: norm, flag, ranks, and an error."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    mesh, rank = DeviceMesh("cpu", [[0, 1]]), torch.distributed.get_rank()
+    if rank > 1:
+        return None
+    param = Parameter(placed(torch.ones(4), mesh, [Shard(0), Shard(0)]))
+    copied = Parameter(torch.ones(5))
+    optimizer = ampopt.SGD([param, copied], lr=0.25)
+    param.grad, copied.grad = torch.ones_like(param), torch.ones(5)
+    optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=float("inf"))
+    norm: Any = optimizer.grad_norm
+    param.grad = torch.full_like(param, float("inf") if rank else 1.0)
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=1.0 + rank)
+    except RuntimeError as error:
+        return norm.item(), result.found_inf.item(), result.overflowed, str(error)
+    return norm.item(), result.found_inf.item(), result.overflowed, ""
+
+
+def test_a_mesh_of_some_ranks_whose_dimensions_have_no_names(four_ranks):
+    of_ranks = four_ranks.run(on_some_ranks)
+    for rank, (norm, found_inf, overflowed, error) in enumerate(of_ranks[:2]):
+        assert (norm, found_inf) == (3.0, 1.0)
+        assert overflowed == (["group 0, parameter 0"] if rank else ["rank 1"])
+        assert "rank 0: 1.0; rank 1: 2.0" in error
+
+
 def clipped(bits_of_master: int) -> tuple[list[float], list[float]]:
     """The masters' values after a step whose unscaled gradients were clipped; and as expected."""
     from torch.distributed.tensor import Shard
