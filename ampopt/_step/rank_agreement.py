@@ -120,7 +120,7 @@ class Agreement:
             max_replays: the number of times that an evaluation may be repeated.
         """
         groups_apart, ranks = self._comparison.groups_apart, tuple(self.ranks)
-        if len(ranks) == 1 or ranks in groups_apart:
+        if ranks in groups_apart:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
         self._even_counts_of_groups(device)
@@ -301,7 +301,7 @@ class Agreement:
         Raises:
             RuntimeError: no known mesh contains the meshes of all parameters.
         """
-        if self._names_ranks and self._mesh is None:
+        if self._mesh is None:
             raise RuntimeError(
                 "a rule that sums over parameters needs all of them on one mesh, but they are on "
                 "several meshes, and none covers the others: make an optimizer for each mesh"
@@ -346,8 +346,6 @@ class Agreement:
 
     def _post(self, rows: Tensor) -> None:
         """Add up ``rows`` over the ranks in the background."""
-        if len(self.ranks) == 1:
-            return
         options = torch.distributed.AllreduceOptions()
         if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
             options.timeout = _PATIENCE
@@ -370,7 +368,7 @@ _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
 def _digest(params: Iterable[Any]) -> int:
     """A number that is equal on all ranks if shapes, dtypes and placements of ``params`` are."""
     layouts = [(*p.shape, p.dtype, p.placements if is_dtensor(p) else ()) for p in params]
-    return digest(layouts) if layouts else 0
+    return digest(layouts)
 
 
 def decision_all_reduce(

@@ -83,8 +83,6 @@ def agreement(
         check_process_group(process_group)
     elif is_fsdp1(param_groups):
         process_group = torch.distributed.group.WORLD
-    if process_group is None and "torch.distributed.tensor" not in sys.modules:
-        return None
     sharded_params: list[Any] = [param for param in params_of(param_groups) if is_dtensor(param)]
     meshes = list(dict.fromkeys(param.device_mesh for param in sharded_params))
     if process_group is not None:

@@ -12,6 +12,7 @@ import torch
 from support.langevin import Langevin
 from support.local_ranks import mesh_of
 from support.optimizers import Plain
+from support.shards import spread
 from torch.nn import Parameter
 
 import ampopt
@@ -157,14 +158,19 @@ def test_changed_attributes_of_ranks_take_effect_at_the_next_step(two_ranks, nam
     assert two_ranks.run(replicated, name) == [[1.0, 2.0, 1.0, 1.0]] * 2
 
 
-def grown() -> str:
+def grown(sharded: bool) -> str:
     """The error in the second step, if one rank has added parameters."""
-    p, q = (Parameter(torch.ones(1)) for _ in range(2))
+    from torch.distributed.tensor import Shard
+
+    p, q = (Parameter(torch.ones(2)) for _ in range(2))
     optimizer: Any = Plain([{"params": [p], "replicated": True}], lr=0.5)
     optimizer.process_group = world()
+    if sharded:
+        p, q = (Parameter(spread(p.detach(), mesh_of(2), [Shard(0)])) for _ in range(2))
+        optimizer = ampopt.SGD([p], lr=0.5)
     try:
         for _ in range(2):
-            p.grad = q.grad = torch.ones(1)
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
             optimizer.unscale_and_step(grads_scaled_by=2.0)
             if torch.distributed.get_rank():
                 optimizer.param_groups[0]["params"].append(q)
@@ -173,8 +179,10 @@ def grown() -> str:
     return ""
 
 
-def test_parameters_that_one_rank_adds_are_noticed(two_ranks):
-    assert all("have different parameters" in text for text in two_ranks.run(grown, timeout=10))
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_that_one_rank_adds_are_noticed(two_ranks, sharded):
+    texts = two_ranks.run(grown, sharded, timeout=10)
+    assert all("have different parameters" in text for text in texts)
 
 
 def refused(what: str) -> str:

@@ -535,16 +535,22 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_both(two_ranks):
     assert "the loss is nan" in other_text
 
 
-def apart(stepped_before: bool) -> str:
-    """The error for meshes that do not show which ranks all-reduce together."""
+def on_two_meshes(shape: tuple[int, ...] = (4,)) -> list[Any]:
+    """Parameters on two meshes, neither of which covers the other."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
     rows = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))["b"]
     columns = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))["d"]
-    params: Any = [Parameter(placed(torch.ones(4), mesh, [Shard(0)])) for mesh in (rows, columns)]
+    params = [Parameter(placed(torch.ones(shape), mesh, [Shard(0)])) for mesh in (rows, columns)]
     for p in params:
         p.grad = torch.ones_like(p)
+    return params
+
+
+def apart(stepped_before: bool) -> str:
+    """The error for meshes that do not show which ranks all-reduce together."""
+    params = on_two_meshes()
     optimizer = ampopt.AdamW(params)
     if stepped_before:
         optimizer.step()  # as torch's does
@@ -562,6 +568,25 @@ def apart(stepped_before: bool) -> str:
 def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_before):
     for text in four_ranks.run(apart, stepped_before):
         assert "none covers the others" in text
+
+
+def summed_apart() -> list[str]:
+    """The errors of rules that sum over parameters on two meshes."""
+    errors = []
+    for cls in (ampopt.LAMB, ampopt.Adafactor):
+        group = torch.distributed.group.WORLD
+        optimizer: Any = cls(on_two_meshes((4, 4)), process_group=group)
+        try:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_sums_over_parameters_on_several_meshes_are_refused(four_ranks):
+    for errors in four_ranks.run(summed_apart):
+        assert len(errors) == 2
+        assert all("make an optimizer for each mesh" in error for error in errors)
 
 
 def on_some_ranks() -> tuple[float, float, list[str], str] | None:
