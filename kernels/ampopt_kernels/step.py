@@ -25,6 +25,7 @@ from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.stochastic import advance_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
+from ampopt_kernels.uploads import on_host
 
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
 
@@ -345,4 +346,5 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)  # half the time of torch.tensor
     if any(map(torch.is_tensor, value)):
         return torch.stack([as_tensor(v, dtype, device) for v in value])
-    return torch.tensor(value, dtype=dtype, device=device)
+    values = value if dtype.is_floating_point else tuple(map(int, value))
+    return on_host(values, dtype).to(device)

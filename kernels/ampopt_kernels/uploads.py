@@ -15,7 +15,7 @@ from ampopt_kernels.devices import (
     to_device,
 )
 
-__all__ = ["Uploads"]
+__all__ = ["Uploads", "on_host"]
 
 
 class Uploads:
@@ -61,7 +61,7 @@ class Uploads:
         if entry is not None and entry[0] == values and entry[1].device == device:
             return entry[1]
         refuse_while_captured(device, _OTHERS)
-        table = _on_host(values, dtype)
+        table = on_host(values, dtype)
         if entry is not None and entry[1].device == device:
             if in_place and entry[1].shape == table.shape:
                 table = carried_into(entry[1], table)
@@ -89,7 +89,7 @@ _OTHERS = (
 _TYPECODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
-def _on_host(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+def on_host(values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """A copy of ``values`` as a 1-d CPU tensor.
 
     By way of ``array``, as ``torch.tensor`` takes three times as long for a list.
