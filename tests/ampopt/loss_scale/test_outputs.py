@@ -183,9 +183,9 @@ def test_the_scale_may_be_passed_by_its_name_and_by_the_former_one():
     former: dict[str, Any] = {"S": 4.0}
     assert torch.equal(scale_outputs(torch.ones(1), **former), torch.full((1,), 4.0))
     assert torch.equal(scale_outputs(outputs=torch.ones(1), scale=4.0), torch.full((1,), 4.0))
-    for call in (lambda: scale_outputs(torch.ones(1), 2.0, **former), lambda: scale_outputs(1.0)):  # pyright: ignore[reportCallIssue]
-        with pytest.raises(TypeError):
-            call()
+    for wrong in ({"scale": 2.0, **former}, {}):
+        with pytest.raises(TypeError, match="scale_outputs"):
+            scale_outputs(torch.ones(1), **wrong)
 
 
 # --- loss * scale ---------------------------------------------------------------------------------
