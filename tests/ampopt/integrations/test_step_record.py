@@ -126,18 +126,23 @@ def test_the_numbers_of_a_watched_optimizer_are_those_that_its_watch_logs():
     assert told[-1]["step"] == 4
 
 
-def test_counts_of_a_run_without_a_watch_are_continued_with_one():
-    param = parameter()
-    optimizer = ampopt.AdamW([param])
-    record = StepRecord(optimizer)
-    stepped(optimizer, param, 1.0, INF)
-    saved = record.state_dict()
-    ampopt.Watch(optimizer)
-    record = StepRecord(optimizer)
-    record.load_state_dict(saved)
-    stepped(optimizer, param, INF)
+@pytest.mark.parametrize("before", [False, True], ids=["", "watched before"])
+@pytest.mark.parametrize("after", [False, True], ids=["", "watched after"])
+def test_counts_are_continued_with_a_watch_and_without(before, after):
+    states: Any = []
+    for is_watched in (before, after):
+        param = parameter()
+        optimizer = ampopt.AdamW([param])
+        watch = ampopt.Watch(optimizer) if is_watched else None
+        record = StepRecord(optimizer)
+        for state in [record.state_dict(), *states]:
+            record.load_state_dict(state)
+        stepped(optimizer, param, 1.0, INF)
+        states.append(record.state_dict())
     numbers = record.read()
-    assert (numbers["steps"], numbers["skips"], numbers["skips_in_a_row"]) == (3, 2, 1)
+    assert (numbers["steps"], numbers["skips"]) == (4, 2)
+    if watch is not None:
+        assert watch.read()["steps"] == (4 if before else 2)
 
 
 def test_no_framework_is_imported_unasked(with_torch):
