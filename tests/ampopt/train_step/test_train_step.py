@@ -259,6 +259,8 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"batches_per_step": 0}, ValueError, "batches_per_step"),
         ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum', got 'none'"),
         ({"max_norm": -1.0}, ValueError, "max_norm"),
+        ({"on_gradients": 1}, TypeError, "on_gradients must be callable, got int"),
+        ({"on_gradients": print, "max_norm": 1.0}, ValueError, "with on_gradients: clip there"),
         ({"on_overflow": "next"}, ValueError, "on_overflow must be 'skip', 'replay' or 'next"),
         ({"on_overflow": "skip", "max_replays": 1}, ValueError, "cannot be combined with on_ov"),
         ({"scale": None, "on_overflow": "next_batch"}, ValueError, "without a scale no step is"),
