@@ -86,12 +86,15 @@ def test_each_rank_raises_and_names_what_differs(two_ranks, what):
 SETTINGS: dict[str, list[str]] = {
     "lr": ["options of the optimizer differ", "this rank has lr=0.5, betas=", "same metric"],
     "lr of a shard": ["options of the optimizer differ", "(rank 0 against rank 1)"],
+    "lr of a stage's shard": [],  # with a process group, it may be of a part of this rank alone
+    "loaded": ["options of the optimizer differ", "this rank has lr=0.5, betas="],
     "lr on the host": ["a learning rate, or another option that is a tensor, differs"],
     "decay": ["options of the optimizer differ", "weight_decay=0.01"],
     "bits": ["options of the optimizer differ", "state_bits=32"],
     "class": ["different classes or rules (rank 0 against rank 1)"],
     "gradient": ["copies of a parameter, and only some of them have its gradient"],
     "gradient of a DTensor": ["copies of a parameter, and only some of them have its gradient"],
+    "gradient of a shard": [],  # a mesh's dimension of one rank makes no copies
     "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
     "max_replays": ["max_replays differs between ranks (rank 0: 3; rank 1: 5)"],
     "may differ": [],
@@ -106,7 +109,7 @@ def with_other_settings(what: str) -> str:
     part = torch.ones(2)
     if what.endswith(("shard", "DTensor")):
         placement = Shard(0) if what.endswith("shard") else Replicate()
-        part = DTensor.from_local(part, mesh_of(2), [placement])
+        part = DTensor.from_local(part, mesh_of(1, 2), [Replicate(), placement])
     param = Parameter(part)
     options: dict[str, Any] = {"lr": 0.5}
     if what.startswith("lr") and rank:
@@ -118,7 +121,7 @@ def with_other_settings(what: str) -> str:
     if what == "may differ":  # of parts that are not copies; and what the user keeps in a group
         group |= {"replicated": False, "lr": 0.5 + rank, "kept by the user": rank}
     optimizer = cls([group], **options)
-    if not isinstance(part, DTensor):
+    if not isinstance(part, DTensor) or "stage" in what:
         optimizer.process_group = torch.distributed.new_group()  # which has counted no calls
     if what == "decay":
         optimizer.param_groups[0]["weight_decay"] = 0.01 + rank
@@ -130,6 +133,10 @@ def with_other_settings(what: str) -> str:
         if what == "max_replays":
             optimizer.unscale_and_step(lambda scale: 1.0, 2.0, max_replays=3 + 2 * rank)
         for step in range(3):
+            if what == "loaded" and step:  # which replaces the param groups
+                state = optimizer.state_dict()
+                state["param_groups"][0]["lr"] = 0.5 - rank / 4
+                optimizer.load_state_dict(state)
             if what != "call" or (step, rank) != (0, 1):
                 optimizer.unscale_and_step(grads_scaled_by=2.0)
             optimizer.zero_grad()
