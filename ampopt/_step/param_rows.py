@@ -19,7 +19,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
 from ampopt._step.small_states import RANDOM_KEY
 from ampopt._step.torch_private import any_flattened_by_fsdp1, is_flattened_by_fsdp1
-from ampopt.options import needs_master, rounds_stochastically
+from ampopt.options import rounds_stochastically
 from ampopt_kernels.element_indices import ElementIndices
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.random_numbers import PLACE_STRIDE
@@ -257,7 +257,7 @@ def _refuse_flattened(name: str, declared: DeclaredStates) -> None:
         what = "sums over whole parameters"
     elif rule.draws or any(codecs) or rounds_stochastically(group, param):
         what = "uses the index of each element in its parameter, for random numbers or blocks"
-    elif needs_master(group, param) and needs_low_bits(group, param):
+    elif needs_low_bits(group, param):
         what = "uses the index of each element in its parameter, to round master weights"
     else:
         return

@@ -425,6 +425,12 @@ def test_a_hyperparameter_that_is_no_number(backend, steps):
         ("betas", (0.9, "x"), TypeError, "a tuple of 2, each a number or a tensor of one element"),
         ("betas", 0.9, TypeError, "a tuple of 2, each a number or a tensor of one element"),
         ("betas", (0.9,), ValueError, "a tuple of 2, each a number or a tensor of one element"),
+        (
+            "betas",
+            (0.9, torch.ones(2)),
+            ValueError,
+            "a tuple of 2, each a number or a tensor of one element",
+        ),
     ):
         good, last[entry] = last[entry], bad
         match = re.escape(f"{entry} of group 1 must be {allowed}, got {bad!r}")
