@@ -583,6 +583,17 @@ def test_an_alarm_raises_each_of_its_conditions():
     skipping(optimizer, params, 16)  # both were told
 
 
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_no_alarm_is_raised_within_its_limits(scale):
+    optimizer, params = made()
+    watch = ampopt.Watch(optimizer)
+    watch.alarm(skips_in_a_row=1, scale_below=4.0, zero_share_above=0.5, raises=True)
+    for _ in range(9):
+        give(params, [[1.0, 1e-9]] * 4, scale or 1.0)
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    assert watch.read()["steps"] == 9
+
+
 class Writer:
     def __init__(self) -> None:
         self.written: Any = {}
@@ -654,6 +665,8 @@ def test_wrong_arguments_are_refused(monkeypatch):
     for wrong in ({"skips_in_a_row": 0}, {"scale_below": -1.0}, {"zero_share_above": 1.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             watch.alarm(**wrong)
+    with pytest.raises(TypeError, match="must be a dict, got list"):
+        watch.load_state_dict([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="entries"):
         watch.load_state_dict({})
     state = watch.state_dict()
