@@ -72,9 +72,22 @@ def test_any_flag_above_zero_skips(cls, flag, shape):
 def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
     """Torch's scaler tests scaled gradients only (trap T5)."""
     param.grad = torch.tensor([1e37, 1.0, 1.0])
-    before = bits(param)
-    scaler_for(param, init_scale=2.0**-10).step(sgd(param))
-    assert bits(param) == before
+    before, flags = bits(param), []
+    optimizer = sgd(param)
+    optimizer.register_step_post_hook(lambda o, *_: flags.append(o.found_inf.item()))
+    scaler_for(param, init_scale=2.0**-10).step(optimizer)
+    assert bits(param) == before and flags == [1.0]
+
+
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
+def test_a_step_without_gradients_does_nothing_under_torchs_scaler(cls, param):
+    optimizer, flags = cls([param]), []
+    optimizer.register_step_post_hook(lambda o, *_: flags.append(o.found_inf))
+    scaler = scaler_for(param)
+    param.grad, before = None, bits(param)
+    scaler.step(optimizer)
+    assert bits(param) == before and flags == [None]
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
 
 
 class ReadsScaler(Plain):
