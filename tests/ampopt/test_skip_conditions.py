@@ -476,7 +476,7 @@ def test_a_run_resumes_from_a_state_loaded_with_weights_only():
     other, param = made()
     resumed = ampopt.skip_when(other, norm_deviations=3.0, warmup=3)
     with pytest.raises(TypeError, match="must be a dict, got list"):
-        resumed.load_state_dict([])
+        resumed.load_state_dict([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="entries"):
         resumed.load_state_dict({})
     with pytest.raises(ValueError, match="numbers"):

@@ -235,7 +235,7 @@ class Attention(nn.Module):
 
 
 LARGE = torch.tensor([3e38, 3e38])
-TWICE = torch.sparse_coo_tensor([[0, 0]], LARGE, (1,), check_invariants=True)
+TWICE = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), LARGE, (1,), check_invariants=True)
 """Not coalesced: two finite numbers, of which the sum is the element."""
 
 
@@ -315,7 +315,7 @@ def raises_key_error(module: nn.Module, args: Any) -> None:
 
 
 def test_a_pre_hook_that_raises_before_the_module_is_watched():
-    model = nn.Sequential(Catches())
+    model: Any = nn.Sequential(Catches())
     model[0].inner.register_forward_pre_hook(raises_key_error)
     with ampopt.first_nonfinite(model) as found:
         model(torch.ones(1))
@@ -340,7 +340,7 @@ class Doublings(nn.Module):
 
 
 def test_a_search_visits_a_node_once_and_is_forgotten():
-    model = Doublings()
+    model: Any = Doublings()
     accumulator = (model.scale * 1).grad_fn.next_functions[0][0]  # which DDP keeps
     with ampopt.first_nonfinite(model) as found:
         model(torch.ones(1)).sum().backward()

@@ -315,7 +315,8 @@ def test_a_loss_of_several_elements_is_refused():
     step = TrainStep(model, torch.nn.MSELoss(reduction="none"), optimizer, 1.0)
     with pytest.raises(TypeError, match=r"one element, got shape \(4, 1\)"):
         step(*batch())
-    step = TrainStep(model, lambda outputs, targets: 1.0, optimizer, 1.0)
+    number: Any = lambda outputs, targets: 1.0  # noqa: E731
+    step = TrainStep(model, number, optimizer, 1.0)
     with pytest.raises(TypeError, match="one element, got float"):
         step(*batch())
 
