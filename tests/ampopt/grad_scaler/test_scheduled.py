@@ -151,7 +151,11 @@ def test_t7_update_takes_a_new_scale(kind, new):
         for form in (wrong, torch.tensor(float(wrong))):
             with pytest.raises(ValueError, match=r"new_scale must be .* got"):
                 scaler.update(form)
-    for wrong in (torch.ones(2), torch.ones((), dtype=torch.int32)):
+    for wrong in (
+        torch.ones(2),
+        torch.ones((), dtype=torch.int32),
+        torch.ones((), requires_grad=True),
+    ):
         with pytest.raises(ValueError, match="new_scale"):
             scaler.update(wrong)
     with pytest.raises(TypeError, match="new_scale"):
@@ -274,3 +278,17 @@ def test_copies_are_independent(copied):
     states = after(other, optimizer, [INF, 1.0], False)
     assert scaler.get_scale() == 4.0
     assert after(scaler, optimizer, [INF, 1.0], False) == states
+
+
+def test_a_state_has_the_hysteresis_that_torchs_lacks():
+    scale = DynamicLossScale(init_scale=8.0, hysteresis=2)
+    scaler, other = (GradScaler("cpu", loss_scale=scale) for _ in range(2))
+    for overflows in (1, 2):
+        optimizer, _ = made(ampopt.SGD)
+        scaler.scale(torch.zeros(()))
+        give(optimizer, INF)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if overflows == 1 else 4.0)
+        other.load_state_dict(scaler.state_dict())
+        scaler = other
