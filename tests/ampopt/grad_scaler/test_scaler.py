@@ -207,7 +207,7 @@ def test_discard_without_arguments_drops_all_and_without_an_unscale_does_nothing
     scaler.discard()  # too late: it was stepped
     assert not scaler.skipped
     with pytest.raises(RuntimeError, match=r"Call update\(\)"):
-        scaler.step(optimizer)
+        scaler.step(pair[1])
 
 
 def test_discard_of_one_optimizer_keeps_what_was_unscaled_for_another():
