@@ -100,8 +100,10 @@ class Watch:
         self._statistics = Statistics({self._device: zeros(0, last, _memory(self._device))}, {})
         # What is not in the statistics yet.
         self._found: deque[Found | StartingNorms] = deque()
-        self._names: dict[torch.device, list[str]] = {self._device: []}
-        self._places: dict[int, tuple[torch.device, int]] = {}
+        # The place of each name in the statistics of its device.
+        self._names: dict[torch.device, dict[str, int]] = {self._device: {}}
+        # Of each parameter, by id: itself, so that no other gets its id, its device and its name.
+        self._known: dict[int, tuple[Any, torch.device, str]] = {}
         self._chunks: dict[torch.device, tuple[GradientReport, Chunks]] = {}
         self._alarms: list[Condition] = []
         self._look: Reading | None = None  # for the alarms, until it has arrived
@@ -339,7 +341,7 @@ class Watch:
         self._steps, self._n_forgotten = steps, max(steps - len(recent), 0)
         for device, names in self._names.items():
             statistics = zeros(len(names), self._last, torch.device("cpu"))
-            for place, name in enumerate(names):
+            for name, place in names.items():
                 statistics.parameters[place] = table[name]
             if device == self._device:
                 statistics.totals.copy_(totals)
@@ -408,17 +410,16 @@ class Watch:
         entry = self._chunks.get(device)
         if entry is not None and entry[0].rows == report.rows and entry[0].owners == report.owners:
             return entry[1]
-        keys = {report.owners[row].key for row in report.rows}
-        if not keys <= self._places.keys():
-            self._grow()
+        self._grow()
         chunks, owners, places = [], [], []
         for row, run in groupby(range(len(report.rows)), report.rows.__getitem__):
             # A parameter of another optimizer in ampopt.unscale_and_step has no place.
-            if (place := self._places.get(report.owners[row].key)) is not None:
+            if (known := self._known.get(report.owners[row].key)) is not None:
+                _, on, name = known
                 own = list(run)
                 chunks += own
                 owners += [len(places)] * len(own)
-                places.append(place[1])
+                places.append(self._names[on][name])
         where = self._statistics.by_device[device].numbers.device
         numbers = (
             torch.tensor(x, dtype=torch.int64, device="cpu") for x in (chunks, owners, places)
@@ -428,30 +429,41 @@ class Watch:
         return made
 
     def _grow(self) -> None:
-        """Extend the statistics by parameters that were added to the optimizer."""
-        taken: set[str] = set().union(*self._names.values())
-        for index, group in enumerate(self.optimizer.param_groups):
+        """Extend the statistics by parameters that were added to the optimizer.
+
+        One that replaces another there goes on in the statistics of its name.
+        """
+        groups = self.optimizer.param_groups
+        keys = list(map(id, gradients.params_of(groups)))
+        if keys == list(self._known):
+            return
+        staying = {key: self._known[key] for key in keys if key in self._known}
+        taken = {name for _, _, name in staying.values()}
+        self._known = {}
+        for index, group in enumerate(groups):
             for position, param in enumerate(group["params"]):
-                if id(param) not in self._places:
-                    names = self._names.setdefault(param.device, [])
-                    self._places[id(param)] = (param.device, len(names))
+                known = staying.get(id(param))
+                if known is None:
                     name = gradients.name_at(group, index, position)
                     if name in taken:  # of another model that this optimizer steps, too
                         name += f" ({gradients.name_at({}, index, position)})"
                     taken.add(name)
-                    names.append(name)
+                    names = self._names.setdefault(param.device, {})
+                    names.setdefault(name, len(names))
+                    known = param, param.device, name
+                self._known[id(param)] = known
         for device, names in self._names.items():
-            known = self._statistics.by_device
-            if device not in known:
-                known[device] = zeros(0, self._last, _memory(device))
-            old = known[device]
+            by_device = self._statistics.by_device
+            if device not in by_device:
+                by_device[device] = zeros(0, self._last, _memory(device))
+            old = by_device[device]
             if old.places < len(names):
                 new = zeros(len(names), self._last, _memory(device))
                 new.parameters[:, 0] = UNSEEN
                 new.parameters[: old.places] = old.parameters
                 new.totals.copy_(old.totals)
                 new.ring.copy_(old.ring)
-                known[device] = new
+                by_device[device] = new
                 norms = self._norms(device)[old.places :]
                 self._found.append(StartingNorms(device, old.places, norms))
 
@@ -464,8 +476,9 @@ class Watch:
         wide = widest(device)
         norms = [torch.zeros((), dtype=wide, device=device)] * len(self._names[device])
         for param in gradients.params_of(self.optimizer.param_groups):
-            on, place = self._places[id(param)]
+            _, on, name = self._known[id(param)]
             if on == device and param.dtype in gradients.DTYPES and not is_lazy(param):
+                place = self._names[on][name]
                 norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
         return torch.stack(norms)
 

@@ -410,6 +410,20 @@ def test_parameters_added_later_are_watched():
     assert read["parameters"]["new"]["last_overflow"] == read["skips"] == 2
 
 
+def test_parameters_that_replace_others_go_on_in_their_statistics():
+    """As where a model grows: each new tensor takes the place, and the name, of an old one."""
+    optimizer, params = made(ampopt.SGD)
+    watch = ampopt.Watch(optimizer)
+    group = optimizer.param_groups[0]
+    for n in range(4):
+        for place in range(len(SIZES)):  # one by one, so that ids of old ones are used again
+            params[place] = group["params"][place] = Parameter(torch.ones(SIZES[place] + n))
+        give(params, [[1.0], None, [INF], [2.0]], 1.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    counts = {name: told["overflows"] for name, told in watch.read()["parameters"].items()}
+    assert counts == dict(zip(NAMES, (0, 0, 4, 0), strict=True))
+
+
 def test_parameters_of_two_models_with_the_same_names():
     params = [Parameter(torch.ones(2)) for _ in range(3)]
     watch = ampopt.Watch(ampopt.SGD([("weight", params[0]), ("weight", params[1])]))
