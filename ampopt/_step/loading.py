@@ -5,6 +5,7 @@ import inspect
 import itertools
 import numbers
 import reprlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -258,8 +259,9 @@ _Copies = list[tuple[Tensor, Tensor]]
 def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager: ``load_state_dict`` copies state tensors, and keeps their saved dtypes.
 
-    Torch casts state tensors to the parameter's dtype; this undoes the cast. It also shares tensors
-    that need no cast with the state dict, so that two optimizers would write to one state.
+    Torch casts state tensors to the parameter's dtype; this undoes the cast, also what it does to
+    strings and to the ``maxlen`` of deques. It also shares tensors that need no cast with the state
+    dict, so that two optimizers would write to one state.
 
     This runs after the user's load-state-dict pre-hooks and before the user's post-hooks.
     """
@@ -277,6 +279,10 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for key, param in zip(keys, params, strict=True):
             if key in states:
                 optimizer.state[param] = _uncast(optimizer.state[param], states[key], copies)
+        copied = partial(_uncast_copy, copies=copies)
+        for key in optimizer.state.keys() & states.keys() - set(keys):  # of no parameter, by name
+            value = optimizer.state[key]
+            optimizer.state[key] = pytree.tree_map(copied, value, value)
         if copies:  # one launch, where hundreds of clones were as many
             new, old = map(list, zip(*copies, strict=True))
             torch._foreach_copy_(new, old)  # pyright: ignore[reportPrivateImportUsage]
@@ -299,6 +305,8 @@ def _uncast(value: Any, saved_value: Any, copies: _Copies) -> Any:
             if key in value:
                 value[key] = _uncast(value[key], saved, copies)
         return value
+    if isinstance(value, deque) and value.maxlen is None and isinstance(saved_value, deque):
+        value = deque(value, saved_value.maxlen)
     if pytree.tree_structure(value) != pytree.tree_structure(saved_value):
         return value
     return pytree.tree_map(partial(_uncast_copy, copies=copies), value, saved_value)
@@ -306,6 +314,8 @@ def _uncast(value: Any, saved_value: Any, copies: _Copies) -> Any:
 
 def _uncast_copy(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
+    if isinstance(value, str):  # torch makes the text "<generator object ...>" of it
+        return saved_value
     if not (isinstance(value, Tensor) and isinstance(saved_value, Tensor)):
         return value  # torch makes tensors of the numbers in older state dicts: they stay tensors
     is_plain = type(value) is Tensor and value.layout is torch.strided

@@ -2,7 +2,7 @@
 
 import ctypes
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Bits(NamedTuple):
 def bits(value: Any) -> Any:
     """Return ``value`` with each tensor in it as :class:`Bits`, to be compared with ``==``.
 
-    Tensors are found in nested mappings, lists and tuples. Synchronizes.
+    Tensors are found in nested mappings, lists, deques and tuples. Synchronizes.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -74,7 +74,7 @@ def bits(value: Any) -> Any:
         return Bits(value.dtype, tuple(value.shape), data)
     if isinstance(value, Mapping):
         return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [bits(item) for item in value]
     return repr(value) if isinstance(value, float) else value  # repr: NaN equals itself
 

@@ -8,6 +8,7 @@ import copy
 import io
 import itertools
 import pickle
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -407,6 +408,40 @@ def test_a_state_that_is_loaded_is_not_shared_with_the_checkpoint():
     train(fresh, [source()])
     assert bits(saved["state"]) == before
     assert state_of(fresh) != state_of(optimizer)
+
+
+class Recent(ampopt.Optimizer):
+    """Follows the sum of the last two gradients; counts its steps in a state of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = self.state.setdefault("total", {"steps": torch.zeros(())})  # type: ignore[call-overload]
+        total["steps"] += 1
+        for p in params_of(self):
+            assert p.grad is not None
+            state = self.state[p]
+            kind, last = state.get("kind", "first"), state.setdefault("last", deque(maxlen=2))
+            assert kind in ("first", "later")
+            state["kind"] = "later"
+            last.append(p.grad.double())
+            p.sub_(torch.stack([*last]).sum(0).to(p.dtype))
+
+
+def test_strings_deques_and_states_of_no_parameter_are_loaded_as_they_were_saved():
+    p, q = Parameter(torch.ones(2).bfloat16()), Parameter(torch.ones(2).bfloat16())
+    optimizer, loaded = Recent([p]), Recent([q])
+    train(optimizer, [[torch.full((2,), x).bfloat16()] for x in (0.5, 0.25)])
+    with torch.no_grad():
+        q.copy_(p)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.state[q]["last"][0].dtype == torch.float64
+    for opt in (loaded, optimizer):
+        train(opt, [[torch.full((2,), 0.125).bfloat16()]])
+    assert bits(q) == bits(p) and state_of(loaded) == state_of(optimizer)
+    assert loaded.state["total"] == {"steps": 3}  # type: ignore[index]
 
 
 def test_the_momentum_of_sparse_gradients_can_be_copied():

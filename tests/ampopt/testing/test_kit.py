@@ -5,6 +5,7 @@ import os
 import re
 import unittest
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,15 @@ def test_a_change_is_named():
     with pytest.raises(AssertionError, match=r"\['parameters'\]\[0\]"):
         with assert_bitwise_unchanged(optimizer):
             optimizer.step()
+
+
+def test_a_deque_that_grows_in_a_state_is_a_change():
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([param], lr=0.5)
+    optimizer.state[param]["last"] = deque([torch.ones(2)])
+    with pytest.raises(AssertionError, match="last"):
+        with assert_bitwise_unchanged(optimizer):
+            optimizer.state[param]["last"].append(torch.ones(2))
 
 
 def test_as_many_examples_are_drawn_as_the_profile_says():
