@@ -438,6 +438,18 @@ def test_a_model_that_replaces_its_buffers_is_refused(graphs):
 
 
 @stand_in_only
+def test_a_step_with_another_kind_of_scale_is_captured_again(graphs):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        for scale in (None, DynamicLossScale(init_scale=2.0), 4.0, None):
+            training.step.scale = scale
+            training(1.0, 2.0, 3.0, 4.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (5, 5)
+
+
+@stand_in_only
 def test_a_scale_that_was_loaded_in_place_is_used(graphs):
     def train(training: Training) -> None:
         training(1.0, 2.0, 3.0, 4.0)

@@ -182,9 +182,10 @@ def test_replay_ends_where_no_scale_helps():
     assert [bits(p) for p in model.parameters()] == before
 
 
-def test_an_optimizer_that_evaluates_by_itself():
+@pytest.mark.parametrize("scale", [DynamicLossScale(init_scale=8.0), None])
+def test_an_optimizer_that_evaluates_by_itself(scale):
     model, optimizer = made(ampopt.LBFGS, max_iter=4)
-    step = TrainStep(model, MSE, optimizer, DynamicLossScale(init_scale=8.0), max_replays=10)
+    step = TrainStep(model, MSE, optimizer, scale, max_replays=10)
     first = step(*batch()).loss
     assert step(*batch()).loss < first
 
@@ -467,6 +468,16 @@ def test_a_step_that_skip_when_skips_takes_no_further_batch():
     feed = iter([batch(bad_row=0), batch(), batch()])
     assert step(feed).skipped
     assert len(list(feed)) == 1 and step.scale is not None and step.scale.item() == 32.0
+
+
+@pytest.mark.parametrize("options", [{"on_overflow": "next_batch"}, {"batches_per_step": 2}])
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: {"input": x}], ids=["tensor", "dict"])
+def test_a_batch_without_targets_need_not_be_a_tuple(kind, options):
+    model, optimizer = made()
+    scale = DynamicLossScale(init_scale=64.0)
+    step = TrainStep(model, torch.mean, optimizer, scale, autocast=None, **options)
+    inputs = batch()[0]
+    assert torch.equal(step(iter([kind(inputs), kind(inputs)])).loss, made()[0](inputs).mean())
 
 
 @pytest.mark.parametrize("options", [{"on_overflow": "next_batch"}, {"batches_per_step": 1}])
