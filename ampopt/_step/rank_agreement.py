@@ -124,7 +124,10 @@ class Agreement:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
         self._even_counts_of_groups(device)
-        groups_apart[ranks] = torch.distributed.new_group(ranks, use_local_synchronization=True)
+        backend = torch.distributed.get_backend(self._groups_of_model[0])
+        groups_apart[ranks] = torch.distributed.new_group(
+            ranks, backend=backend, use_local_synchronization=True
+        )
 
     def _even_counts_of_groups(self, device: torch.device) -> None:
         """Put each of these ranks in equally many process groups, by groups of it alone.

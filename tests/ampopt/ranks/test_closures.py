@@ -64,3 +64,31 @@ def test_a_closure_that_raises_after_collectives_of_the_model(two_ranks):
     first, second = two_ranks.run(raised, "after backward", timeout=20)
     assert first.rstrip().endswith("ZeroDivisionError: of the closure")
     assert "the closure has raised on another rank" in second
+
+
+def groups_of_a_backend() -> int:
+    """How many groups of the backend of ``process_group`` there are after a step with a closure."""
+    made = []
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(size)
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+    torch.distributed.Backend.register_backend("of_a_test", make, devices="cpu")
+    group = torch.distributed.new_group(backend="of_a_test")
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([param], lr=0.5, process_group=group)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        loss = param.sum()
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss
+
+    optimizer.unscale_and_step(closure, 4.0)
+    return len(made)
+
+
+def test_the_all_reduces_of_closures_have_the_backend_of_the_process_group(two_ranks):
+    """That of the default group may know no all-reduce of these devices, as NCCL on a CPU."""
+    assert two_ranks.run(groups_of_a_backend) == [2, 2]
