@@ -24,7 +24,7 @@ from ampopt._step.gradients import (
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
 from ampopt._step.param_rows import RuleRows
-from ampopt._step.ranks import REPLICATED
+from ampopt._step.ranks import REPLICATED, replicated_of
 from ampopt._step.sharding import dtensor
 from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.native.objects import MISFIT, IdentityGuard, LayoutGuard, addresses
@@ -33,7 +33,7 @@ from ampopt_kernels.tensors import dense_like
 
 __all__ = ["GradientsNow", "GroupGuard", "TensorGuard"]
 
-_OPTIONS = (*GROUP_OPTIONS, REPLICATED, "fused")
+_OPTIONS = (*GROUP_OPTIONS, "fused", REPLICATED)
 """Entries of param groups, besides those of the rule, on which a plan depends."""
 
 
@@ -107,12 +107,12 @@ class GroupGuard:
 
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """Flags, options and types of hyperparameters; a change of any requires a new plan."""
-        options = [list(map(group.get, _OPTIONS)) for group in groups]
+        options = [[*map(group.get, _OPTIONS[:-1]), replicated_of(group)] for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
 
     def _has_lists(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether a hyperparameter is a list, whose elements may change in place."""
-        names = self._rule.hyper
+        """Whether an entry is a list, whose elements may change in place."""
+        names = (*self._rule.hyper, REPLICATED)
         return any(isinstance(group.get(name), list) for group in groups for name in names)
 
 

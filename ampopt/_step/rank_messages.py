@@ -51,7 +51,10 @@ class ControlPoint(enum.IntEnum):
 
 
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
-    """Indices into a row. From ``OPTIONS`` on, the rows of all ranks have to be equal."""
+    """Indices into a row. From ``OPTIONS`` on, the rows of all ranks have to be equal.
+
+    The numbers of all ranks in the ``HELD`` columns have to add up to 0.
+    """
 
     OVERFLOW = 0  # more than 0 if a gradient of this rank is not finite; for CLOSURE, its loss
     SQUARES = 1  # squared norm of this rank; NaN if not requested
@@ -61,24 +64,27 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     MUST_SKIP = 5  # 1 if the accumulation cycle of this rank must be skipped
     RAISED = 6  # 1 if the closure of this rank raised
     LEFT_OUT = 7  # this and the next three are of RankSettings; equal where it is not UNKNOWN
-    OPTIONS = 8
-    TENSORS = 9
-    COPIES = 10
-    CALL = 11
-    PARAMS = 12  # a digest of shapes, dtypes and placements
-    CLASSES = 13  # a digest of RankSettings
-    EVALUATION = 14  # number of the closure's evaluation, from 1; 0 before the first
-    MAX_REPLAYS = 15  # of a closure
-    GRADIENTS = 16  # how many, if the step makes a collective for each; else 0
-    DROPS = 17  # 1 if an overflow skips the step
-    MAX_NORM = 18
-    NORM = 19  # the smallest norm= of all skip_when; the next three are smallest values, too
-    NORM_DEVIATIONS = 20
-    LOSS_LIMIT = 21
-    LOSS_DEVIATIONS = 22
-    CAUSES = 23  # a digest of the arguments of all skip_when
-    SCALE = 24
-    COUNT = 25
+    HELD_OPTIONS = 8  # this and the next two are sums over RankSettings.held, by its weights
+    HELD_TENSORS = 9
+    HELD_COPIES = 10
+    OPTIONS = 11
+    TENSORS = 12
+    COPIES = 13
+    CALL = 14
+    PARAMS = 15  # a digest of shapes, dtypes and placements
+    CLASSES = 16  # a digest of RankSettings
+    EVALUATION = 17  # number of the closure's evaluation, from 1; 0 before the first
+    MAX_REPLAYS = 18  # of a closure
+    GRADIENTS = 19  # how many, if the step makes a collective for each; else 0
+    DROPS = 20  # 1 if an overflow skips the step
+    MAX_NORM = 21
+    NORM = 22  # the smallest norm= of all skip_when; the next three are smallest values, too
+    NORM_DEVIATIONS = 23
+    LOSS_LIMIT = 24
+    LOSS_DEVIATIONS = 25
+    CAUSES = 26  # a digest of the arguments of all skip_when
+    SCALE = 27
+    COUNT = 28
 
 
 NOT_GIVEN = -1.0
@@ -131,13 +137,19 @@ def local_results(
         overflow = flags.amax() if flags.numel() else 0.0
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
+    shared, held = settings.shared, settings.held
     results: dict[int, float | Tensor] = {
         Column.OVERFLOW: overflow,
         Column.LEFT_OUT: settings.left_out(),
-        Column.OPTIONS: settings.options(),
-        Column.TENSORS: settings.tensors(device),
-        Column.COPIES: settings.gradients_of_copies(),
+        Column.OPTIONS: shared.options(),
+        Column.TENSORS: shared.tensors(device),
+        Column.COPIES: shared.gradients_of_copies(),
     }
+    if held:
+        results[Column.HELD_OPTIONS] = sum(weight * each.options() for weight, each in held)
+        results[Column.HELD_TENSORS] = sum(weight * each.tensors(device) for weight, each in held)
+        of_copies = (weight * each.gradients_of_copies() for weight, each in held)
+        results[Column.HELD_COPIES] = sum(of_copies)
     if partials.squares is not None:
         results[Column.SQUARES] = partials.squares.sum()
     if must_skip is not None:
@@ -300,7 +312,8 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
     """
     first, known = rows[0][Column.OPTIONS :], {row[Column.LEFT_OUT] for row in rows} - {UNKNOWN}
     are_equal = all(row[Column.OPTIONS :] == first for row in rows) and len(known) < 2
-    if are_equal and not _lacks_loss(rows):
+    unequal = [column for column in _BALANCED if _is_unequal([row[column] for row in rows])]
+    if are_equal and not unequal and not _lacks_loss(rows):
         return None
     calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
     for column, (text, to_text) in _COMPARED.items():
@@ -313,6 +326,9 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
                 return text.format(" against ".join(map(named_ranks, ranks_by_number.values())))
             each = (f"{named_ranks(r)}: {to_text(float(n))}" for n, r in ranks_by_number.items())
             return text.format("; ".join(each))
+    if unequal and len(calling) == len(rows):
+        holders = [rank for rank, row in calling.items() if any(row[c] for c in _BALANCED)]
+        return _BALANCED[unequal[0]].format(named_ranks(holders))
     if calling and _lacks_loss(list(calling.values())):
         return (
             "skip_when(loss=...) needs the loss of the step, and no rank has given one: call "
@@ -326,6 +342,11 @@ def _lacks_loss(rows: Sequence[Sequence[float]]) -> bool:
     if all(row[Column.LOSS_LIMIT] == row[Column.LOSS_DEVIATIONS] == NOT_GIVEN for row in rows):
         return False
     return not any(row[Column.GIVES_LOSS] for row in rows)
+
+
+def _is_unequal(numbers: Sequence[float]) -> bool:
+    """Whether ``numbers`` do not add up to 0, except for rounding."""
+    return abs(sum(numbers)) > 1e-12 * max(map(abs, numbers))
 
 
 def _number(number: float) -> str:
@@ -428,5 +449,21 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "scale on all of them, and continue with the scale that the step returns; load a saved "
         "scale on all of them",
         _number,
+    ),
+}
+_HELD = "the ranks in replicated=[...] of a param group have copies of its parameters, but"
+_BALANCED = {
+    Column.HELD_OPTIONS: (
+        f"{_HELD} that list, shapes or dtypes, or the options differ between some of {{}}; this "
+        f"rank has {_OPTIONS_HERE}: set the same ones on all ranks of a list, and step schedulers "
+        "on all of them, with the same metric"
+    ),
+    Column.HELD_TENSORS: (
+        f"{_HELD} a learning rate, or another option that is a tensor, differs between some of "
+        "{}: give it the same value on all ranks of a list"
+    ),
+    Column.HELD_COPIES: (
+        f"{_HELD} only some of {{}} have the gradient of one: give the gradient on all ranks of a "
+        "list, zeros if need be, or on none"
     ),
 }

@@ -18,7 +18,7 @@ from ampopt.options import DEFAULTS
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
 
-__all__ = ["UNKNOWN", "LeftOut", "RankSettings", "digest"]
+__all__ = ["UNKNOWN", "LeftOut", "RankSettings", "SharedOptions", "digest"]
 
 
 def digest(value: object) -> int:
@@ -64,53 +64,39 @@ class LeftOut:
         self.count, self.is_known, self.is_decided = 0, True, True
 
 
-class RankSettings:
-    """What has to be alike on all ranks.
-
-    Attributes:
-        classes: a digest of the names of the classes and rules of the optimizers.
-    """
+class SharedOptions:
+    """The options of param groups whose parameters other ranks have too, as shards or copies."""
 
     def __init__(
         self,
-        optimizers: Sequence[Any],
         groups: Iterable[tuple[dict[str, Any], Iterable[str]]],
         copies: Sequence[Tensor],
+        described: object = (),
     ) -> None:
-        """Note where the settings are.
+        """Note where the options are.
 
         Args:
-            optimizers: the optimizers that step together.
-            groups: the param groups whose parameters all ranks have, as shards or copies, each with
-                the names of the options of its optimizer. Other entries of a group, such as those
-                of schedulers, may differ.
+            groups: the param groups, each with the names of the options of its optimizer. Other
+                entries of a group, such as those of schedulers, may differ.
             copies: the parameters of which other ranks have copies.
+            described: what has to be alike besides the options; its ``repr`` is compared.
         """
-        # Not the optimizers, which hold this object.
-        ours = (getattr(optimizer, "_ampopt", None) for optimizer in optimizers)
-        self._left_out: list[LeftOut] = [strategy.left_out for strategy in ours if strategy]
-        self.classes = digest([_names(optimizer) for optimizer in optimizers])
         self._places = [(group, key) for group, keys in groups for key in keys]
-        self._copies = copies
+        self._copies, self._described = copies, described
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
         self._digest = 0
 
-    def left_out(self) -> int:
-        """The calls that this rank has left out, or UNKNOWN. Notes that an all-reduce is made."""
-        is_known = all(each.is_known for each in self._left_out)
-        count = sum(each.count for each in self._left_out) if is_known else UNKNOWN
-        for each in self._left_out:
-            each.note_all_reduce()
-        return count
-
     def options(self) -> int:
         """A digest of the options, without the values of tensors."""
         values = self._values_now()
+        for value in tuple(values):
+            if type(value) is list:  # it may be changed in place, and stays the same object
+                values += value
         if len(values) != len(self._values) or any(map(operator.is_not, values, self._values)):
-            leaves = pytree.tree_leaves(values)
+            leaves = pytree.tree_leaves(self._values_now())
             self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            self._digest = digest(self._texts(values)) if values else 0
+            self._digest = digest((self._described, *self._texts())) if values else 0
             self._values = values
         return self._digest
 
@@ -132,21 +118,64 @@ class RankSettings:
             return 0
         return zlib.crc32(bytes(param.grad is not None for param in self._copies)) % 2**24
 
-    def options_as_text(self) -> str:
+    def as_text(self) -> str:
         """The options of this rank, for a message."""
-        return ", ".join(dict.fromkeys(self._texts(self._values_now())))
+        return ", ".join(dict.fromkeys(self._texts()))
 
     def _values_now(self) -> list[Any]:
         """The value of each option."""
         return [group.get(key, DEFAULTS.get(key)) for group, key in self._places]
 
-    def _texts(self, values: Sequence[Any]) -> list[str]:
+    def _texts(self) -> list[str]:
         """Each option as text. Of objects other than numbers only the type: it may be no more."""
         texts = []
-        for (_, key), value in zip(self._places, values, strict=True):
+        for (_, key), value in zip(self._places, self._values_now(), strict=True):
             shown = pytree.tree_map(_comparable, value)
             texts.append(f"{key}={shown!r}")
         return texts
+
+
+class RankSettings:
+    """What has to be alike on all ranks, or on some.
+
+    Attributes:
+        classes: a digest of the names of the classes and rules of the optimizers.
+        shared: the options that all ranks have to set alike.
+        held: the options that the ranks of a list have to set alike, each with the weight of this
+            rank: the weights of the ranks of a list add up to 0, so that equal numbers do too.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        shared: SharedOptions,
+        held: Sequence[tuple[int, SharedOptions]],
+    ) -> None:
+        """Note where the settings are.
+
+        Args:
+            optimizers: the optimizers that step together.
+            shared: see the attributes, as for ``held``.
+            held: the same.
+        """
+        # Not the optimizers, which hold this object.
+        ours = (getattr(optimizer, "_ampopt", None) for optimizer in optimizers)
+        self._left_out: list[LeftOut] = [strategy.left_out for strategy in ours if strategy]
+        self.classes = digest([_names(optimizer) for optimizer in optimizers])
+        self.shared, self.held = shared, held
+
+    def left_out(self) -> int:
+        """The calls that this rank has left out, or UNKNOWN. Notes that an all-reduce is made."""
+        is_known = all(each.is_known for each in self._left_out)
+        count = sum(each.count for each in self._left_out) if is_known else UNKNOWN
+        for each in self._left_out:
+            each.note_all_reduce()
+        return count
+
+    def options_as_text(self) -> str:
+        """The options of this rank, for a message."""
+        every = (self.shared, *(options for _, options in self.held))
+        return ", ".join(filter(None, (options.as_text() for options in every)))
 
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampopt._argument_checks import check_bool
 from ampopt._step.gradients import params_of
 from ampopt._step.rank_agreement import Agreement
-from ampopt._step.rank_settings import RankSettings
+from ampopt._step.rank_settings import RankSettings, SharedOptions
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import (
@@ -36,6 +36,7 @@ __all__ = [
     "has_others",
     "is_fsdp1",
     "may_be_replaced",
+    "replicated_of",
 ]
 
 REPLICATED = "replicated"
@@ -121,20 +122,25 @@ def agreement(
 
 
 def _settings(optimizers: Sequence[Any], *, is_told: bool) -> RankSettings:
-    """What all ranks have to set alike.
+    """What all ranks have to set alike, or those of a list in ``replicated``.
 
     Under a process group that the user named, ordinary tensors and ``DTensor``s may be of parts of
     the model that only this rank has: a stage, or experts. So their options may differ.
     """
-    shared, copies = [], []
+    shared, copies, held = [], [], []
+    here = torch.distributed.get_rank()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             is_copy, params = check_replicated(group), group["params"]
+            keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
             if is_copy or (not is_told and any(map(_is_shard, params))):
-                keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
                 shared.append((group, keys))
                 copies += [p for p in params if is_copy or _is_replicated(p)]
-    return RankSettings(optimizers, shared, copies)
+            elif isinstance(ranks := replicated_of(group), list):
+                weight = len(ranks) - 1 if here == ranks[0] else -1
+                described = ranks, [(*param.shape, param.dtype) for param in params]
+                held.append((weight, SharedOptions([(group, keys)], params, described)))
+    return RankSettings(optimizers, SharedOptions(shared, copies), held)
 
 
 def _is_shard(param: Any) -> bool:
@@ -177,7 +183,7 @@ class AgreementCache:
             self._lists, self._params, self._key = lists, list(params_of(groups)), None
             lists = [*lists, *(group["params"] for group in groups)]
             self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
-        replicated = [group.get(REPLICATED) for group in groups]
+        replicated = list(map(replicated_of, groups))
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
         key = process_group, replicated, placements(self._params)
         if key != self._key:
@@ -237,6 +243,12 @@ def check_replicated(group: dict[str, Any]) -> bool:
             f"got {value!r}: name the ranks that hold the same elements as this one"
         )
     return False
+
+
+def replicated_of(group: dict[str, Any]) -> Any:
+    """``replicated`` of a param group. A copy of a list, in order: a list may change in place."""
+    value = group.get(REPLICATED)
+    return sorted(set(value)) if isinstance(value, (list, tuple)) else value
 
 
 def _check_has_copies(holders: Mapping[int, Sequence[int]], process_group: Any) -> None:
@@ -302,7 +314,7 @@ def _holders(param_groups: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
     """
     holders = {}
     for group in param_groups:
-        if isinstance(ranks := group.get(REPLICATED, False), (list, tuple)):
+        if isinstance(ranks := replicated_of(group), list):
             holders.update((id(param), ranks) for param in group["params"])
     flattened_params = [p for p in params_of(param_groups) if is_flattened_by_fsdp1(p)]
     if not all(param in _HOLDERS for param in flattened_params):

@@ -96,6 +96,13 @@ SETTINGS: dict[str, list[str]] = {
     "gradient of a DTensor": ["copies of a parameter, and only some of them have its gradient"],
     "gradient of a shard": [],  # a mesh's dimension of one rank makes no copies
     "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
+    "lr in a list": ["that list, shapes or dtypes, or the options differ", "has lr=0.5, betas="],
+    "lr on the host in a list": ["a learning rate, or another option that is a tensor, differs"],
+    "gradient in a list": ["but only some of ranks 0-1 have the gradient of one"],
+    "the list in a list": ["that list, shapes or dtypes, or the options differ"],
+    "nothing in a list": [],
+    "betas in place": ["options of the optimizer differ", "betas=[0.5, 0.999]"],
+    "replicated in place": ["that list, shapes or dtypes, or the options differ"],
     "max_replays": ["max_replays differs between ranks (rank 0: 3; rank 1: 5)"],
     "may differ": [],
 }
@@ -114,15 +121,21 @@ def with_other_settings(what: str) -> str:
     options: dict[str, Any] = {"lr": 0.5}
     if what.startswith("lr") and rank:
         options["lr"] = 0.25
-    if what == "lr on the host":
+    if what.startswith("lr on the host"):
         options["lr"] = torch.tensor(options["lr"])
     group: Any = {"params": [("weight", param)], "replicated": not isinstance(part, DTensor)}
+    if what.endswith("in a list") or what == "replicated in place":
+        group["replicated"] = [1, 0] if rank else [0, 1]
+    if what.startswith("the list") and rank:
+        group["replicated"] = [1]
     cls: Any = ampopt.Adagrad if what == "class" and rank else ampopt.AdamW
     if what == "may differ":  # of parts that are not copies; and what the user keeps in a group
         group |= {"replicated": False, "lr": 0.5 + rank, "kept by the user": rank}
     optimizer = cls([group], **options)
     if not isinstance(part, DTensor) or "stage" in what:
         optimizer.process_group = torch.distributed.new_group()  # which has counted no calls
+    if what == "betas in place":
+        optimizer.param_groups[0]["betas"] = [0.9, 0.999]
     if what == "decay":
         optimizer.param_groups[0]["weight_decay"] = 0.01 + rank
     if what == "bits":
@@ -137,6 +150,10 @@ def with_other_settings(what: str) -> str:
                 state = optimizer.state_dict()
                 state["param_groups"][0]["lr"] = 0.5 - rank / 4
                 optimizer.load_state_dict(state)
+            if step and what == "betas in place":
+                optimizer.param_groups[0]["betas"][0] = 0.5 + rank / 4
+            if step and rank and what == "replicated in place":
+                optimizer.param_groups[0]["replicated"].remove(0)
             if what != "call" or (step, rank) != (0, 1):
                 optimizer.unscale_and_step(grads_scaled_by=2.0)
             optimizer.zero_grad()

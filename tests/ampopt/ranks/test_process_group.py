@@ -603,6 +603,34 @@ def test_ordinary_tensors_may_be_replicated_on_some_ranks(four_ranks):
         optimizer.add_param_group({"params": [Parameter(torch.ones(1))], "replicated": ["a"]})
 
 
+def in_lists_of_three(changes: str) -> str:
+    """The error of a rank, where ranks 0 to 2 hold copies and the last one differs in ``changes``.
+
+    Rank 3 holds a part of its own, with another learning rate.
+    """
+    rank = torch.distributed.get_rank()
+    p = Parameter(torch.ones(3 if rank == 3 else 2))
+    lr = 0.2 if rank == 3 or (rank == 2 and changes == "lr") else 0.1
+    options: Any = {"lr": torch.tensor(lr, dtype=torch.float64), "eps": rank if rank == 3 else 0.0}
+    group = {"params": [p], "replicated": [3] if rank == 3 else [0, 1, 2]}
+    optimizer: Any = ampopt.AdamW([group], **options, process_group=world())
+    if not (rank == 2 and changes == "gradient"):
+        p.grad = torch.ones_like(p)
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_on_some_ranks_are_compared(four_ranks):
+    assert four_ranks.run(in_lists_of_three, "") == [""] * 4
+    for text in four_ranks.run(in_lists_of_three, "lr"):
+        assert "another option that is a tensor, differs between some of ranks 0-2: give" in text
+    for text in four_ranks.run(in_lists_of_three, "gradient"):
+        assert "only some of ranks 0-2 have the gradient" in text
+
+
 NEED_WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "LAMB": ("sums over whole parameters", {}),
     "LARS": ("sums over whole parameters", {"lr": 0.1}),
