@@ -123,8 +123,8 @@ class PythonState:
 
     It covers all objects that are reachable from the optimizer through its state, param groups and
     attributes, and the random generators of Python, NumPy and torch; of tensors, their identity and
-    layout, not their contents. It does not cover globals, class attributes, and objects that are
-    reachable only by weak references.
+    layout, not their contents or ``requires_grad``. It does not cover globals, class attributes,
+    attributes of numbers and strings, and objects that are reachable only by weak references.
 
     Attributes:
         tensors: the strided tensors that were found, ``DTensor``s as their local shards.
@@ -201,8 +201,8 @@ class PythonState:
                 saved.write(saved.was)
 
     def _add(self, value: Any, what: str) -> None:
-        """Visit ``value`` later, unless it is immutable or is already to be visited."""
-        if not isinstance(value, _ATOMS) and id(value) not in self._objects:
+        """Visit ``value``, which is no atom, later, unless it is already to be visited."""
+        if id(value) not in self._objects:
             self._objects[id(value)] = value
             self._queue.append((value, what))
 

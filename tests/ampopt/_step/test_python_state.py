@@ -177,6 +177,39 @@ def test_new_memory_of_the_same_layout_is_a_change():
     assert params[0].data_ptr() == old and host.changed_object() is None
 
 
+@pytest.mark.parametrize("n", [2, 0])
+def test_another_shape_of_the_same_memory_is_a_change(n):
+    optimizer, _ = made(Foreach)
+    optimizer.held = torch.zeros(n)
+    host = PythonState(optimizer)
+    optimizer.held.data = optimizer.held.view(1, n)
+    assert host.changed_object() is not None and not host.retake()
+    host.restore()
+    assert optimizer.held.shape == (n,) and host.changed_object() is None
+
+
+def test_an_equal_tuple_in_a_list_is_no_change():
+    optimizer, _ = made(Foreach)
+    optimizer.bounds = [(0.0, 1.0)]
+    host = PythonState(optimizer)
+    optimizer.bounds[0] = (0.0, float(1))
+    assert host.changed_object() is None
+
+
+def test_a_change_is_named_by_its_entry():
+    optimizer, _ = made(Foreach)
+    optimizer.held = {"a": 1, "b": 2, 3: 4}
+    for change, name in (
+        ({"b": 5}, "Foreach.held['b']"),
+        ({"new": 1}, "Foreach.held['new']"),
+        ({3: 5}, "Foreach.held"),
+    ):
+        host = PythonState(optimizer)
+        optimizer.held |= change
+        assert host.changed_object() == name
+        host.restore()
+
+
 @pytest.mark.parametrize("holder", [dict, types.SimpleNamespace])
 def test_the_order_of_a_mapping_is_part_of_its_state(holder):
     optimizer, _ = made(Foreach)
