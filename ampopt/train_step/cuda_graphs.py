@@ -214,7 +214,7 @@ class CapturedSteps:
         with _without_step_hooks(optimizer), self._graphs.capture() as replay:
             result = body(pytree.tree_unflatten(inputs, structure), live, self._clear)
             self._refuse_others(self._unwritten())
-            if result.scale is not live and live is not None:
+            if result.scale is not live:
                 live._value.copy_(result.scale._value)
                 live._counters.copy_(result.scale._counters)
         return _Capture(

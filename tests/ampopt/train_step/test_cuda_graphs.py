@@ -415,6 +415,23 @@ def test_a_buffer_that_was_replaced_is_captured_again(graphs):
 
 
 @stand_in_only
+def test_batches_may_contain_numbers_and_are_not_overwritten(graphs):
+    class Weighted(TrainStep):
+        def forward(self, inputs: Any, *targets: Any) -> Any:
+            *targets, weight = targets
+            return super().forward(inputs, *targets) * weight
+
+    def train(training: Training) -> None:
+        batches = [batch(first) for first in (1.0, 2.0, 3.0, 4.0, 5.0)]
+        before = bits(batches)
+        training.results = [training.step(*each, 2.0) for each in batches]
+        assert bits(batches) == before
+
+    both(train, kind=Weighted)
+    assert (graphs.captures, graphs.replays) == (1, 2)
+
+
+@stand_in_only
 def test_a_batch_with_an_array_of_numpy_is_refused(graphs):
     training = Training(True)
     with pytest.raises(TypeError, match="a batch contains a ndarray"):
