@@ -219,10 +219,8 @@ def _paths_of(
             return
         path = _path(optimizer, modes.pop() if modes else None)
         report.steps[name] += 1
-        for index, group in enumerate(optimizer.param_groups):
-            for position, p in enumerate(group["params"]):
-                parameter = gradients.name_at(group, index, position)
-                paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
+        for _, p, parameter in gradients.named_params(optimizer.param_groups):
+            paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
     plans_before = _plans_of(optimizer)
     hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step

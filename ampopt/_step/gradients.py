@@ -21,7 +21,7 @@ __all__ = [
     "check_gradient",
     "device_of",
     "grad_of",
-    "name_at",
+    "named_params",
     "name_of",
     "offenders",
     "params_of",
@@ -80,17 +80,27 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device:
 
 
 def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
-    """The name of ``param`` in messages: from ``param_names`` if given, else group and position."""
+    """The name of ``param`` in messages; see :func:`named_params`."""
+    names = (name for _, candidate, name in named_params(param_groups) if candidate is param)
+    return next(names, "unknown parameter")
+
+
+def named_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Any, str]]:
+    """The index of the group, the parameter and its name, for each parameter.
+
+    The name is that of ``param_names``. Without one, it is made of group and position, which are
+    also added to a name that an earlier parameter has, as in a second model.
+    """
+    taken = set()
     for index, group in enumerate(param_groups):
-        for position, candidate in enumerate(group["params"]):
-            if candidate is param:
-                return name_at(group, index, position)
-    return "unknown parameter"
-
-
-def name_at(group: dict[str, Any], index: int, position: int) -> str:
-    """Like :func:`name_of`, for the parameter at ``position`` in ``group``, of number ``index``."""
-    return _name(group.get("param_names"), index, position)
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            if not names or names[position] in taken:
+                place = f"group {index}, parameter {position}"
+                yield index, param, f"{names[position]} ({place})" if names else place
+            else:
+                taken.add(names[position])
+                yield index, param, names[position]
 
 
 class ParamWithGrad(NamedTuple):
@@ -126,21 +136,13 @@ def params_with_grads(
         TypeError: a gradient or parameter has a dtype or layout that kernels do not support.
     """
     with_grads: dict[int, ParamWithGrad] = {}
-    for index, group in enumerate(param_groups):
-        params, names = group["params"], group.get("param_names")
-        for position, param in enumerate(params):
-            if id(param) in with_grads or (param.grad is None and id(param) not in absent):
-                continue
-            owner = Owner(_name(names, index, position), id(param))
-            if param.grad is not None:
-                check_gradient(param, owner.name)
-            with_grads[id(param)] = ParamWithGrad(index, param, owner)
+    for index, param, name in named_params(param_groups):
+        if id(param) in with_grads or (param.grad is None and id(param) not in absent):
+            continue
+        if param.grad is not None:
+            check_gradient(param, name)
+        with_grads[id(param)] = ParamWithGrad(index, param, Owner(name, id(param)))
     return list(with_grads.values())
-
-
-def _name(names: Any, group: int, position: int) -> str:
-    """The name of a parameter; without names, its group and position."""
-    return names[position] if names else f"group {group}, parameter {position}"
 
 
 def check_gradient(param: Any, name: str) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import numbers
 import reprlib
 from collections import deque
@@ -86,23 +85,23 @@ def convert_loaded(optimizer: Any) -> None:
     The param groups have the options of the optimizer again, so that it decides about masters.
     """
     rule, groups, states = optimizer.rule, optimizer.param_groups, []
-    variants, places = Variants(rule), itertools.count()
-    for index, group in enumerate(groups):
-        for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
-            if not (state := optimizer.state.get(param)):
-                continue
-            restore_names(state, rule.state)
-            if not needs_master(group, param):
-                state.pop(MASTER, None)
-            with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
-                (variant,) = variants.add(groups, [(index, param)])
-                if not is_complete(param, state, variant):
-                    optimizer._ampopt.runner.checks.check_states(rule, index, [position])
-                    declared = DeclaredStates.of(rule, group, param)
-                    convert(declared, state)
-                    if any(declared.codecs):
-                        random_key_of(optimizer, param, place)
-                states.append(state)
+    variants = Variants(rule)
+    for place, (index, param, name) in enumerate(gradients.named_params(groups)):
+        if not (state := optimizer.state.get(param)):
+            continue
+        group = groups[index]
+        restore_names(state, rule.state)
+        if not needs_master(group, param):
+            state.pop(MASTER, None)
+        with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
+            (variant,) = variants.add(groups, [(index, param)])
+            if not is_complete(param, state, variant):
+                optimizer._ampopt.runner.checks.check_states(rule, group, [(name, param)])
+                declared = DeclaredStates.of(rule, group, param)
+                convert(declared, state)
+                if any(declared.codecs):
+                    random_key_of(optimizer, param, place)
+            states.append(state)
     widen_scalars(rule, states)
 
 

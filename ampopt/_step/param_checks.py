@@ -164,29 +164,29 @@ class Checks(RefersToOptimizer):
             planned.append(PlannedParam(one, variant, state, declared, absent.get(owner.key)))
         stepped_ids = {id(one.tensor) for one in stepped_params}
         others: list[WrittenTensors] = [
-            (gradients.name_at(group, index, position), (), [param])
-            for index, group in enumerate(groups)
-            for position, param in enumerate(group["params"])
+            (name, (), [param])
+            for _, param, name in gradients.named_params(groups)
             if id(param) not in stepped_ids and param.layout == torch.strided
         ]
         check_memory(written, others)
         return planned, variants
 
-    def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
+    def check_states(
+        self, rule: Rule, group: dict[str, Any], named: Iterable[tuple[str, Tensor]]
+    ) -> None:
         """Raise for invalid states of some parameters of a group.
 
         Args:
             rule: the update rule, which declares the states.
-            index: index of the param group.
-            positions: positions of the parameters in the group.
+            group: the param group.
+            named: name and parameter of each.
 
         Raises:
             TypeError: see :func:`ampopt._step.state_checks.check_state`, as for ``ValueError`` and
                 ``RuntimeError``.
         """
-        group, written = self.optimizer.param_groups[index], []
-        for position in positions:
-            name, param = gradients.name_at(group, index, position), group["params"][position]
+        written = []
+        for name, param in named:
             declared = DeclaredStates.of(rule, group, param)
             written.append(check_state(name, self.optimizer.state.get(param, {}), declared))
         check_memory(written)

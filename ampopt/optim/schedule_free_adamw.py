@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.gradients import named_params
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
@@ -115,8 +116,8 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         """Move the parameters of all groups that are in the other mode, and set their mode."""
         groups = [g for g in enumerate(self.param_groups) if g[1]["train_mode"] != train]
         for index, group in groups:
-            positions = range(len(group["params"]))
-            self._ampopt.runner.checks.check_states(self.rule, index, positions)
+            named = [(name, p) for of, p, name in named_params(self.param_groups) if of == index]
+            self._ampopt.runner.checks.check_states(self.rule, group, named)
         for _, group in groups:
             group["train_mode"] = train
             beta1, _ = group["betas"]

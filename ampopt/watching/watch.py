@@ -438,20 +438,13 @@ class Watch:
         if keys == list(self._known):
             return
         staying = {key: self._known[key] for key in keys if key in self._known}
-        taken = {name for _, _, name in staying.values()}
         self._known = {}
-        for index, group in enumerate(groups):
-            for position, param in enumerate(group["params"]):
-                known = staying.get(id(param))
-                if known is None:
-                    name = gradients.name_at(group, index, position)
-                    if name in taken:  # of another model that this optimizer steps, too
-                        name += f" ({gradients.name_at({}, index, position)})"
-                    taken.add(name)
-                    names = self._names.setdefault(param.device, {})
-                    names.setdefault(name, len(names))
-                    known = param, param.device, name
-                self._known[id(param)] = known
+        for _, param, name in gradients.named_params(groups):
+            if id(param) not in staying:
+                names = self._names.setdefault(param.device, {})
+                names.setdefault(name, len(names))
+                staying[id(param)] = param, param.device, name
+            self._known[id(param)] = staying[id(param)]
         for device, names in self._names.items():
             by_device = self._statistics.by_device
             if device not in by_device:

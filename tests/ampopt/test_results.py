@@ -138,6 +138,18 @@ def test_other_parameters_have_gradients_in_later_steps():
     assert second.overflowed == [NAMES[0]]
 
 
+def test_parameters_of_two_models_with_the_same_names():
+    params = [Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = ampopt.AdamW([("weight", params[0]), ("weight", params[1])])
+    optimizer.add_param_group({"params": [("weight", params[2])]})
+    give(params, [1])
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert result.overflowed == ["weight (group 0, parameter 1)"]
+    give(params, [2, 0])
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert result.overflowed == ["weight", "weight (group 1, parameter 0)"]
+
+
 def test_nothing_synchronizes_until_overflowed_is_read():
     optimizer, params = made(ampopt.AdamW)
     give(params, [4])
