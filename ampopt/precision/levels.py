@@ -94,6 +94,8 @@ class Precision:
             option.check(option.of(vars(self)))
         if self.master_weights and self.param_dtype.itemsize > 2:
             raise ValueError(f"{self.param_dtype} parameters need no master_weights: omit it")
+        if MASTER_BITS.is_set(vars(self)) and not self.master_weights:
+            raise ValueError(f"master_bits={self.master_bits} needs master_weights=True")
         check_names(self.allow, self.deny)
         if not callable(self.scaling):
             self.loss_scale()
