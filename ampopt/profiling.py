@@ -219,7 +219,7 @@ def _paths_of(
             return
         path = _path(optimizer, modes.pop() if modes else None)
         report.steps[name] += 1
-        for _, p, parameter in gradients.named_params(optimizer.param_groups):
+        for _group, p, parameter in gradients.named_params(optimizer.param_groups):
             paths[parameter] = path if p.grad is not None else "not stepped, without a gradient"
 
     plans_before = _plans_of(optimizer)

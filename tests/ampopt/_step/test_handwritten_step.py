@@ -343,7 +343,7 @@ class OwnMasters(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.5, "master_weights": True})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
             master = state.setdefault("master_param", param.detach().float())

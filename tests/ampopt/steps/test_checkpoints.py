@@ -417,7 +417,7 @@ class Recent(ampopt.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         total = self.state.setdefault("total", {"steps": torch.zeros(())})  # type: ignore[call-overload]
         total["steps"] += 1
         for p in params_of(self):

@@ -418,8 +418,8 @@ def test_a_buffer_that_was_replaced_is_captured_again(graphs):
 def test_batches_may_contain_numbers_and_are_not_overwritten(graphs):
     class Weighted(TrainStep):
         def forward(self, inputs: Any, *targets: Any) -> Any:
-            *targets, weight = targets
-            return super().forward(inputs, *targets) * weight
+            *others, weight = targets
+            return super().forward(inputs, *others) * weight
 
     def train(training: Training) -> None:
         batches = [batch(first) for first in (1.0, 2.0, 3.0, 4.0, 5.0)]
