@@ -157,6 +157,8 @@ class LRSchedulerGate(LRScheduler):
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the scheduler, if the gate has none of that name."""
+        if name == "scheduler":  # not set yet: its lookup would come here again, without end
+            raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

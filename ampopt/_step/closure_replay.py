@@ -91,8 +91,8 @@ class Replay:
             RuntimeError: the closure has raised on another rank.
         """
         state = None if self._rng_before is None else self._rng_state()
-        for _ in range(1 + self._max_replays):
-            if state is not None:
+        for attempt in range(1 + self._max_replays):
+            if attempt and state is not None:
                 self._set_rng_state(state)
             look_again()
             loss, finite, everywhere, verdict = self._evaluate_once()

@@ -484,7 +484,7 @@ class GradScaler(scheduled.ScheduledScaler):
         unscaled_params = {
             id(param)
             for other in self._records
-            if other is not record
+            if other is not record and other.stage is not OptState.READY
             for param in gradients.params_of(other.groups)
         }
         if not unscaled_params:

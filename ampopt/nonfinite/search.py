@@ -164,7 +164,8 @@ class _Search:
         arguments, around = (args, kwargs), self._calls[-1] if self._calls else None
         self._watch_nodes(arguments, around)
         # Check the inputs now, because a module that works in place overwrites them.
-        inputs = [tensor for tensor in _tensors(arguments) if not _is_mask(tensor)]
+        checked = _tensors(arguments) if self._looking else ()
+        inputs = [tensor for tensor in checked if not _is_mask(tensor)]
         self._calls.append(_ModuleCall(name, module, self._first_bad(inputs), around))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
@@ -174,6 +175,8 @@ class _Search:
         call = self._calls.pop()
         self.result.calls += 1
         self._watch_nodes(output, call)
+        if not self._looking:
+            return
         bad = self._first_bad(output)
         if bad is None:
             self._last_finite = _finite_output(call, output) or self._last_finite

@@ -485,6 +485,11 @@ def test_a_gate_that_was_detached_sees_no_more_steps():
     assert scheduler.last_epoch == 1
 
 
+def test_a_gate_that_was_not_made_has_no_attributes():
+    """A debugger shows such a one, where the gate refused its scheduler."""
+    assert not hasattr(LRSchedulerGate.__new__(LRSchedulerGate), "last_epoch")
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("cls", [ampopt.SGD, torch.optim.SGD])
 def test_a_copy_sees_the_steps_of_the_copied_optimizer_and_continues(copied, cls):

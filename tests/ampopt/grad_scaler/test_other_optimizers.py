@@ -182,6 +182,17 @@ def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
         scaler.step(first)
 
 
+def test_t6_a_step_that_was_refused_has_unscaled_nothing():
+    first, params = made(torch.optim.SGD)
+    second, scaler = torch.optim.SGD(params[:1], lr=1.0), scaler_at(4.0, GradScaler)
+    before = params[0].detach().clone()
+    give(first, 1.0, 4.0)
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(first, lambda: 0.0)
+    scaler.step(second)
+    assert torch.equal(params[0], before - 1.0)
+
+
 def test_t6_a_parameter_is_not_unscaled_again_after_a_fused_step():
     """A fused step of torch unscales in place, too."""
     first, params = made(torch.optim.SGD, fused=True)

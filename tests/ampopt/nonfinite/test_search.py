@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_operations import counted
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -287,6 +288,15 @@ def test_minus_infinity_of_which_a_gradient_is_needed_is_no_mask():
 class Longs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.long()
+
+
+def test_outputs_after_the_first_that_is_not_finite_are_not_read():
+    def reads(after: int) -> int:
+        model = nn.Sequential(Explodes(), *(nn.ReLU() for _ in range(after)))
+        with ampopt.first_nonfinite(model):
+            return counted(lambda: model(torch.ones(2)))["local_scalar_dense"]
+
+    assert reads(5) == reads(1) > 0
 
 
 def test_the_last_finite_output_is_before_modules_that_return_integers():
