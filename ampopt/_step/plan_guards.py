@@ -33,8 +33,8 @@ from ampopt_kernels.tensors import dense_like
 
 __all__ = ["GradientsNow", "GroupGuard", "TensorGuard"]
 
-_OPTIONS = (*GROUP_OPTIONS, "fused", REPLICATED)
-"""Entries of param groups, besides those of the rule, on which a plan depends."""
+_OPTIONS = (*GROUP_OPTIONS, "fused")
+"""Entries of param groups, besides those of the rule and ``replicated``, that a plan depends on."""
 
 
 class GroupGuard:
@@ -91,7 +91,7 @@ class GroupGuard:
         old_flags, old_options, old_forms = self._values_at_plan
         if name := _first_that_differs(self._rule.flags, flags, old_flags):
             return f"{name} was turned on or off in a group"
-        if name := _first_that_differs(_OPTIONS, options, old_options):
+        if name := _first_that_differs((*_OPTIONS, REPLICATED), options, old_options):
             return f"{name} of a group was changed"
         if forms == old_forms:
             return None
@@ -107,7 +107,7 @@ class GroupGuard:
 
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """Flags, options and types of hyperparameters; a change of any requires a new plan."""
-        options = [[*map(group.get, _OPTIONS[:-1]), replicated_of(group)] for group in groups]
+        options = [[*map(group.get, _OPTIONS), replicated_of(group)] for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
 
     def _has_lists(self, groups: list[dict[str, Any]]) -> bool:

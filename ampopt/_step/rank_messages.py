@@ -63,11 +63,11 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     GIVES_LOSS = 4  # 1 if LOSS was passed
     MUST_SKIP = 5  # 1 if the accumulation cycle of this rank must be skipped
     RAISED = 6  # 1 if the closure of this rank raised
-    LEFT_OUT = 7  # this and the next three are of RankSettings; equal where it is not UNKNOWN
+    LEFT_OUT = 7  # of RankSettings; equal where it is not UNKNOWN
     HELD_OPTIONS = 8  # this and the next two are sums over RankSettings.held, by its weights
     HELD_TENSORS = 9
     HELD_COPIES = 10
-    OPTIONS = 11
+    OPTIONS = 11  # this and the next two are of RankSettings.shared
     TENSORS = 12
     COPIES = 13
     CALL = 14
@@ -137,19 +137,15 @@ def local_results(
         overflow = flags.amax() if flags.numel() else 0.0
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
-    shared, held = settings.shared, settings.held
     results: dict[int, float | Tensor] = {
         Column.OVERFLOW: overflow,
         Column.LEFT_OUT: settings.left_out(),
-        Column.OPTIONS: shared.options(),
-        Column.TENSORS: shared.tensors(device),
-        Column.COPIES: shared.gradients_of_copies(),
     }
-    if held:
-        results[Column.HELD_OPTIONS] = sum(weight * each.options() for weight, each in held)
-        results[Column.HELD_TENSORS] = sum(weight * each.tensors(device) for weight, each in held)
-        of_copies = (weight * each.gradients_of_copies() for weight, each in held)
-        results[Column.HELD_COPIES] = sum(of_copies)
+    for column, number in enumerate(settings.shared.numbers(device), Column.OPTIONS):
+        results[column] = number
+    for weight, options in settings.held:
+        for column, number in enumerate(options.numbers(device), Column.HELD_OPTIONS):
+            results[column] = results.get(column, 0) + weight * number
     if partials.squares is not None:
         results[Column.SQUARES] = partials.squares.sum()
     if must_skip is not None:

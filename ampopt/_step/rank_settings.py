@@ -87,7 +87,17 @@ class SharedOptions:
         self._tensors: list[Tensor] = []
         self._digest = 0
 
-    def options(self) -> int:
+    def numbers(self, device: torch.device) -> tuple[int, float | Tensor, int]:
+        """What other ranks have to have alike: options, tensors among them, gradients of copies.
+
+        Does not synchronize.
+
+        Args:
+            device: where the second number is, if it is a tensor.
+        """
+        return self._of_options(), self._of_tensors(device), self._of_gradients()
+
+    def _of_options(self) -> int:
         """A digest of the options, without the values of tensors."""
         values = self._values_now()
         for value in tuple(values):
@@ -100,10 +110,10 @@ class SharedOptions:
             self._values = values
         return self._digest
 
-    def tensors(self, device: torch.device) -> float | Tensor:
+    def _of_tensors(self, device: torch.device) -> float | Tensor:
         """A number on ``device`` for the values of options that are tensors, as learning rates are.
 
-        Call :meth:`options` first. Does not synchronize.
+        Call :meth:`_of_options` first.
         """
         total: Any = 0.0
         for number, tensor in enumerate(self._tensors, 1):
@@ -112,7 +122,7 @@ class SharedOptions:
             total = total + number * value
         return total.to(widest(device)) if isinstance(total, Tensor) else total
 
-    def gradients_of_copies(self) -> int:
+    def _of_gradients(self) -> int:
         """A digest of which copies have gradients; 0 without copies."""
         if not self._copies:
             return 0
