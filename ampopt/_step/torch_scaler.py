@@ -58,8 +58,7 @@ class ScalerHandoff:
     def leave_for_scaler(self, optimizer: Any, decision: Decision | None) -> None:
         """Set both attributes again: the scaler deletes them, and step hooks read ``found_inf``."""
         optimizer.grad_scale = self.grad_scale
-        found_inf = self.request.found_inf if decision is None else decision.found_inf
-        optimizer.found_inf = found_inf
+        optimizer.found_inf = self.request.found_inf if decision is None else decision.found_inf
 
 
 class SupportsAmpScaling:

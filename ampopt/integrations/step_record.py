@@ -110,9 +110,9 @@ class StepRecord:
             return
         self._steps += 1
         flag = getattr(optimizer, "found_inf", None)
-        skipped = torch.zeros(())
-        if isinstance(flag, Tensor):  # torch's scaler sets the number 0 if nothing has a gradient
-            skipped = (flag.detach().reshape(()) > 0).float()
+        # Torch's scaler sets the number 0 if nothing has a gradient.
+        is_known = isinstance(flag, Tensor)
+        skipped = (flag.detach().reshape(()) > 0).float() if is_known else torch.zeros(())
         if self._skips is None:
             self._skips = torch.zeros_like(skipped)
         self._skips = self._skips.to(skipped.device) + skipped  # loaded counts are on the CPU

@@ -1,5 +1,7 @@
 """Schedule-free AdamW."""
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -114,11 +116,12 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
         """Move the parameters of all groups that are in the other mode, and set their mode."""
-        groups = [g for g in enumerate(self.param_groups) if g[1]["train_mode"] != train]
-        for index, group in groups:
-            named = [(name, p) for of, p, name in named_params(self.param_groups) if of == index]
-            self._ampopt.runner.checks.check_states(self.rule, group, named)
-        for _, group in groups:
+        groups = [group for group in self.param_groups if group["train_mode"] != train]
+        for index, members in groupby(named_params(self.param_groups), itemgetter(0)):
+            if (group := self.param_groups[index])["train_mode"] != train:
+                named = ((name, param) for _, param, name in members)
+                self._ampopt.runner.checks.check_states(self.rule, group, named)
+        for group in groups:
             group["train_mode"] = train
             beta1, _ = group["betas"]
             to_z = 1 - beta1 if train else 1 - 1 / beta1

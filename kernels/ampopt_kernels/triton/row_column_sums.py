@@ -85,6 +85,10 @@ def _divided(work: Work, table: Table) -> Tiles:
         row = work.rows[members[0]]
         own: Any = row.row_column_means
         m, n = own.shape[-2:]
+        layouts = {}
+        for aligned in {table.aligned[index] for index in members}:
+            align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
+            layouts[aligned] = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
         stacks.append([])
         for term, over in enumerate(own.over):
             of_rows, shape = over == "rows", shape_of_lines(own.shape, over)
@@ -94,11 +98,12 @@ def _divided(work: Work, table: Table) -> Tiles:
             span = max(table.chunk // block[0], BLOCKS * block[1])
             of_tiles = {"TERM": term, "SPAN": span, "LINES": block[0], "ALONG": block[1]}
             parts, first = max(1, -(-length // span)), size
+            variants = {
+                aligned: variant_of(line_kernel, {**of_all, "ROW": layout, **of_tiles})
+                for aligned, layout in layouts.items()
+            }
             for index in members:
-                aligned = table.aligned[index]
-                align, even = (16, EVEN) if aligned and n % EVEN == 0 else (1, 1)
-                layout = layout_of(row, (align,) * len(row.dtypes), even, row.compute_dtype)
-                variant = variant_of(line_kernel, {**of_all, "ROW": layout, **of_tiles})
+                variant = variants[table.aligned[index]]
                 for start in range(0, parts * span, span):
                     for line in range(0, lines if length else 0, block[0]):
                         tile = index, line, start, size + line
