@@ -238,6 +238,11 @@ class LossScale(AnyScale):
             if self._counters is not None:
                 self._counters = to_device(self._counters, device)
             self._placed = True
+        elif self._value.is_meta and device.type != "meta":
+            raise ValueError(
+                f"this loss scale lives on meta, where it has no number, but is used on {device}: "
+                "make it without device=, and it moves to the device where it is first used"
+            )
         elif self._value.device != device:
             raise ValueError(
                 f"this loss scale lives on {self._value.device}, but is used on {device}. Make one "

@@ -169,7 +169,7 @@ class DynamicLossScale(LossScale):
         Raises:
             ValueError: ``name`` is not in the table.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
         return cls(**{**PRESETS[name], **overrides})
 

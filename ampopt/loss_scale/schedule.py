@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ampopt._argument_checks import check_count, check_number
-from ampopt.loss_scale.arguments import check_scale_number
+from ampopt.loss_scale.arguments import LARGEST_SCALE, check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt_kernels.next_scale import PolicyConstants
 
@@ -76,6 +76,11 @@ class Schedule:
         low = check_scale_number(self.min_scale, "min_scale")
         high = check_number("max_scale", self.max_scale)
         if high != math.inf:
+            if high > LARGEST_SCALE:
+                raise ValueError(
+                    f"max_scale must be at most {LARGEST_SCALE!r}, or math.inf for no ceiling, "
+                    f"got {self.max_scale!r}"
+                )
             high = check_scale_number(self.max_scale, "max_scale")
         if not low <= init <= high:
             raise ValueError(

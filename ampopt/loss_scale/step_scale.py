@@ -101,10 +101,15 @@ def as_loss_scale(
         return scale
     if isinstance(scale, Tensor):
         check_scale_tensor("grads_scaled_by", scale)
+        if scale.is_meta and device.type != "meta":
+            raise ValueError(
+                f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
+                f"{str(device)!r}, where the parameters are"
+            )
         if scale.device != device:
             raise ValueError(
                 f"grads_scaled_by: the scale is on {scale.device}, the parameters on {device}; "
-                f"make it there, or move it with scale.to({str(device)!r})"
+                f"move it there with scale.to({str(device)!r})"
             )
         dtype = torch.float64 if scale.dtype == torch.float64 else torch.float32
         constants = uploads.setdefault(device, Uploads())

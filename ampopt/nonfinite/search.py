@@ -232,7 +232,7 @@ class _Search:
                     call = _ModuleCall(module_name, module, None, None)
                     check = functools.partial(self._check_gradient, call, name, before)
                     checks.append((check, param))
-                    if param.requires_grad:
+                    if param.requires_grad and param.is_leaf:
                         stack.callback(param.register_post_accumulate_grad_hook(check).remove)
             yield
             for check, param in checks:

@@ -126,8 +126,8 @@ def run_in(module: Any, dtype: Any = None) -> Any:
     check_dtypes(dtype=dtype)
     if not isinstance(module, nn.Module):
         if isinstance(module, type) or not callable(module):
-            name = type(module).__name__
-            raise TypeError(f"expected a torch.nn.Module or a function, got {name}")
+            what = "a class" if isinstance(module, type) else type(module).__name__
+            raise TypeError(f"expected a torch.nn.Module or a function, got {what}")
 
         @functools.wraps(module)  # a function, so that it may become a method
         def function(*args: Any, **kwargs: Any) -> Any:

@@ -127,7 +127,7 @@ def test_overrides_and_names():
     scale = DynamicLossScale.like("deepspeed", growth_interval=5, min_scale=2.0, device="cpu")
     assert scale._settings()["min_scale"] == 2.0 and scale.device is not None
     assert (scale._schedule.policy.first_growth, scale._schedule.policy.growth_period) == (6, 5)
-    for bad in ("Torch", "pytorch", None, 3):
+    for bad in ("Torch", "pytorch", None, 3, ["torch"]):
         with pytest.raises(ValueError, match="'paddle-fleet'.*'flax', got "):
             DynamicLossScale.like(bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="window"):

@@ -67,6 +67,7 @@ class TestArguments:
             ({"hysteresis_mode": "Cumulative"}, ValueError, "'per_backoff', got 'Cumulative'"),
             ({"hysteresis_mode": 2}, TypeError, "hysteresis_mode"),
             ({"init_scale": 1.0, "min_scale": 2.0}, ValueError, r"min_scale=2.0, init_scale=1.0"),
+            ({"max_scale": 1e39}, ValueError, r"or math.inf for no ceiling, got 1e\+39"),
             ({"max_scale": 2.0**15}, ValueError, r"init_scale=65536.0, max_scale=32768.0"),
             ({"growth_offsets": 1}, TypeError, "growth_offsets must be a pair"),
             ({"growth_offsets": (1,)}, ValueError, r"pair of ints, got \(1,\)"),

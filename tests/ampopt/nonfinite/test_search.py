@@ -299,6 +299,16 @@ def test_outputs_after_the_first_that_is_not_finite_are_not_read():
     assert reads(5) == reads(1) > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_parameters_may_be_computed_as_in_meta_learning():
+    model = nn.Linear(2, 1)
+    weight = model.weight
+    model._parameters["weight"] = weight - 0.1 * weight.detach()  # type: ignore[assignment]
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.tensor([[INF, 1.0]])).sum().backward()
+    assert found.first is not None and weight.grad is not None
+
+
 def test_the_last_finite_output_is_before_modules_that_return_integers():
     model = nn.Sequential(nn.Identity(), Longs(), Explodes())
     with ampopt.first_nonfinite(model) as found:

@@ -442,9 +442,11 @@ def test_run_in_takes_a_function_also_as_a_decorator(fresh_dynamo):
     assert Scores.similarity.__doc__ == "Of two matrices."
 
 
-@pytest.mark.parametrize("what", [nn.Linear, 3, None, "linear"])
-def test_run_in_refuses_what_cannot_be_called(what):
-    with pytest.raises(TypeError, match="expected a torch.nn.Module or a function, got"):
+@pytest.mark.parametrize(
+    ("what", "named"), [(nn.Linear, "a class"), (3, "int"), (None, "NoneType"), ("linear", "str")]
+)
+def test_run_in_refuses_what_cannot_be_called(what, named):
+    with pytest.raises(TypeError, match=f"expected a torch.nn.Module or a function, got {named}"):
         ampopt.run_in(what, torch.float32)
     with pytest.raises(ValueError, match="dtype must be one of"):
         ampopt.run_in(torch.matmul)  # pyright: ignore

@@ -186,7 +186,7 @@ def test_a_train_step_refuses_them_with_the_fix():
 def test_a_tensor_on_meta(call, cls):
     param, optimizer = trained(cls)
     scale = torch.tensor(2.0, device=META)
-    match = "the scale is on meta, the parameters on cpu; make it there, or move it with"
+    match = "the scale is on meta, where it has no number; make it on 'cpu', where the parameters"
     refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
 
 
@@ -213,7 +213,7 @@ def test_parameters_that_to_empty_has_replaced_are_told_of_once():
 def test_a_loss_scale_on_meta(call, cls, make):
     param, optimizer = trained(cls)
     scale = make()
-    match = "lives on meta, but is used on cpu. Make one .* without device="
+    match = "lives on meta, where it has no number, but is used on cpu: make it without device="
     refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
     with pytest.raises(ValueError, match="on meta, where it has no number; make it without device"):
         ampopt.scale_outputs(torch.ones(()), scale)
@@ -225,7 +225,7 @@ def test_a_loss_scale_on_meta(call, cls, make):
     [
         (
             torch.tensor(2.0),
-            r"is on cpu, the parameters on meta; make it there, or move it with scale.to\(",
+            r"is on cpu, the parameters on meta; move it there with scale.to\(",
         ),
         (ampopt.StaticLossScale(2.0, device="cpu"), "lives on cpu, but is used on meta. Make one"),
     ],
