@@ -17,7 +17,6 @@ from ampopt._step.rank_messages import (
     Comparison,
     ControlPoint,
     RankRow,
-    RowsOnDevices,
     local_results,
     row_of,
 )
@@ -28,6 +27,8 @@ from ampopt._step.torch_private import count_of_groups
 from ampopt.backend import backend_for
 from ampopt_kernels.gradient_reports import RankFlags
 from ampopt_kernels.step_data import Partials, Request
+from ampopt_kernels.tensors import widest
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Agreement", "DecisionAllReduce", "decision_all_reduce"]
 
@@ -87,7 +88,7 @@ class Agreement:
         self.ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
         self.place = self.ranks.index(here)
         self._is_first = here == min(self.ranks)
-        self._rows = RowsOnDevices(len(self.ranks), self.place)
+        self._uploads: dict[torch.device, Uploads] = {}
         self.is_sharded_throughout = not names_ranks and all(
             is_dtensor(param)
             and param.device_mesh == mesh
@@ -210,11 +211,26 @@ class Agreement:
             RuntimeError: ranks make different requests (where that takes a synchronization, it is
                 raised in a later step), or have different parameters; or the all-reduce failed.
         """
-        rows = self._rows.matrix(row, results, device)
+        rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._groups)
         at_once = at_once or backend_for(device).host_sees
         self._comparison.compare(rows, row, self.ranks, self.settings, at_once=at_once)
         return rows
+
+    def _matrix(
+        self, row: RankRow, results: dict[int, float | Tensor], device: torch.device
+    ) -> Tensor:
+        """A new matrix on ``device`` with the row of this rank, and 0 in the rows of others."""
+        matrix = torch.zeros(len(self.ranks), Column.COUNT, dtype=widest(device), device=device)
+        if backend_for(device).host_sees:
+            row, results = [float(results.get(i, number)) for i, number in enumerate(row)], {}
+        uploads = self._uploads.setdefault(device, Uploads())
+        own = matrix[self.place]
+        own.copy_(uploads.get(f"row of call {row[Column.CALL]}", row, own.dtype, device))
+        for column, result in results.items():
+            own[column] = result
+        uploads.keep_while_captured(device)
+        return matrix
 
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """All-reduce ``flag``, which is more than 0 for overflow, by one collective on the device.
@@ -233,7 +249,7 @@ class Agreement:
         """
         row = row_of(Request(), ControlPoint.NONE)
         row[Column.RAISED] = 1.0
-        self._post(self._rows.matrix(row, {}, device))
+        self._post(self._matrix(row, {}, device))
 
     def closures(
         self,
@@ -270,7 +286,7 @@ class Agreement:
             Column.LEFT_OUT: self.settings.left_out(),
         }
         if raised:
-            self._post(self._rows.matrix(row, results, device))
+            self._post(self._matrix(row, results, device))
             return True, True
         rows = self.exchange(row, results, device, at_once=True)
         not_finite, raises = rows[:, [Column.OVERFLOW, Column.RAISED]].sum(0).tolist()

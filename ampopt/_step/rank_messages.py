@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from ampopt._step.rank_settings import UNKNOWN, RankSettings, digest
-from ampopt.backend import backend_for
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
 from ampopt_kernels.step_data import Partials, Request
-from ampopt_kernels.tensors import widest
 
 __all__ = [
     "ControlPoint",
     "Column",
     "Comparison",
     "RankRow",
-    "RowsOnDevices",
     "difference",
     "local_results",
     "row_of",
@@ -155,66 +152,6 @@ def local_results(
     if request.loss is not None:
         results[Column.LOSS] = to_device(request.loss.detach().reshape(()), device)
     return results
-
-
-class RowsOnDevices:
-    """Matrices on devices that contain the row of this rank, cached so that a step clones one."""
-
-    def __init__(self, ranks: int, place: int) -> None:
-        """Start with an empty cache.
-
-        Args:
-            ranks: the number of ranks, which is the number of rows.
-            place: the index of this rank's row.
-        """
-        self._ranks, self._place = ranks, place
-        self._cached_matrices: dict[tuple[Any, ...], Tensor] = {}  # by device and row
-
-    def matrix(
-        self, row: RankRow, results: dict[int, float | Tensor], device: torch.device
-    ) -> Tensor:
-        """A new matrix on ``device`` with the row of this rank, and 0 in all other rows.
-
-        Does not synchronize.
-
-        Args:
-            row: the row of this rank.
-            results: numbers in place of those of ``row``, by column: those that change with every
-                call, and those that are on the device.
-            device: the device of the matrix.
-        """
-        if backend_for(device).host_sees:
-            row = list(row)
-            for column, result in results.items():
-                row[column] = float(result)
-            matrix = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
-            matrix[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
-            return matrix
-        # A graph reads the matrix in each replay, so it must not be a cached one.
-        matrix = self._new_matrix(row, device) if captures(device) else self._copy(row, device)
-        for column, result in results.items():
-            matrix[self._place, column] = result
-        return matrix
-
-    def _copy(self, row: RankRow, device: torch.device) -> Tensor:
-        """A copy of a cached matrix, which is made if it is missing."""
-        key = device, *row
-        if key not in self._cached_matrices:
-            if len(self._cached_matrices) >= _MAX_CACHED:
-                self._cached_matrices.clear()
-            self._cached_matrices[key] = self._new_matrix(row, device)
-        return self._cached_matrices[key].clone()
-
-    def _new_matrix(self, row: RankRow, device: torch.device) -> Tensor:
-        """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
-        matrix = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
-        for place, number in enumerate(row):
-            if number:
-                matrix[self._place, place] = number  # no copy from memory that is not pinned
-        return matrix
-
-
-_MAX_CACHED = 32
 
 
 class Comparison:
