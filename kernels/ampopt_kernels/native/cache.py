@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ampopt_kernels.native.trust import distrusted
+from ampopt_kernels.native.trust import changed_by_others, distrusted
 
 __all__ = [
     "LIMIT",
@@ -193,7 +193,8 @@ def is_whole(path: Path) -> bool:
         OSError: the file cannot be read or removed.
     """
     try:
-        if stat.S_ISREG(path.lstat().st_mode) and distrusted(path) is None:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and changed_by_others(path, status) is None:
             content = path.read_bytes()
             end = len(content) - len(_MARK) - hashlib.sha256().digest_size
             whole = memoryview(content)[: max(end, 0)]

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["distrusted"]
+__all__ = ["changed_by_others", "distrusted"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -31,12 +31,10 @@ def distrusted(path: Path, *, on_the_way: bool = False) -> str | None:
     Raises:
         OSError: ``path`` does not exist or cannot be examined.
     """
-    if os.name != "posix":
-        return None
     last = path.resolve(strict=True)  # raises where links lead in a circle
     for entry in (*_entries(path), last):
         is_last = entry == last and not on_the_way
-        if why := _changed_by_others(entry, os.lstat(entry), is_last=is_last):
+        if why := changed_by_others(entry, os.lstat(entry), is_last=is_last):
             return why
     return None
 
@@ -49,8 +47,16 @@ def _entries(path: Path) -> Iterator[Path]:
             yield from _entries(entry.parent / os.readlink(entry))
 
 
-def _changed_by_others(entry: Path, status: os.stat_result, *, is_last: bool) -> str | None:
-    """Why a user other than this one and root can change ``entry``; ``None`` if none can."""
+def changed_by_others(entry: Path, status: os.stat_result, *, is_last: bool = True) -> str | None:
+    """Return why another user can change ``entry``, whose folder is trusted; ``None`` if none can.
+
+    Args:
+        entry: a file, folder or symbolic link.
+        status: what ``lstat`` returned of it.
+        is_last: false for a folder on the way to the one in question.
+    """
+    if os.name != "posix":
+        return None
     if status.st_uid not in (0, os.geteuid()):
         return f"{entry} belongs to {_user(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & _OTHERS_WRITE:
