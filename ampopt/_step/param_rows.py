@@ -11,10 +11,11 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.gradients import ParamWithGrad
+from ampopt._step.hyperparameters import Variant
 from ampopt._step.masters import Masters, needs_low_bits
 from ampopt._step.param_checks import PlannedParam
 from ampopt._step.rank_agreement import Agreement
-from ampopt._step.rule_state import state_of, widen_scalars
+from ampopt._step.rule_state import is_complete, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMatrix, indices_of
 from ampopt._step.small_states import RANDOM_KEY
@@ -100,8 +101,11 @@ class RuleRows:
             values = None if is_absent else gradients.values_of(holder)
             grad_dtype = p.absent if values is None else values.dtype
             assert grad_dtype is not None
-            if p.declared is None:
-                row, keys = self._plain_row(p, grad_dtype), p.variant.state_keys
+            if p.declared is None or is_complete(param, state, p.variant):
+                row, keys = (
+                    self._plain_row(param, state, p.variant, grad_dtype),
+                    p.variant.state_keys,
+                )
             else:
                 row = self._row(p, p.declared, state, grad_dtype)
                 # The row may have made a state: the random key.
@@ -141,9 +145,10 @@ class RuleRows:
         params = gradients.params_of(self._optimizer.param_groups)
         return {id(param): number for number, param in enumerate(params)}
 
-    def _plain_row(self, planned: PlannedParam, grad_dtype: torch.dtype) -> ParamRow:
+    def _plain_row(
+        self, param: Tensor, state: dict[str, Any], variant: Variant, grad_dtype: torch.dtype
+    ) -> ParamRow:
         """The row of a parameter whose state is complete: all elements have all their digits."""
-        param, variant, state = planned.one.tensor, planned.variant, planned.state
         scalars = tuple([None if key is None else state[key] for key in variant.scalar_keys])
         states = tuple([state[name] for name in variant.states])
         row = ParamRow(grad_dtype, param, states, None, None, scalars, variant.flags)

@@ -71,6 +71,8 @@ def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTenso
             f"the state of {name} is a {type(state).__name__}, and must be a dict of its states: "
             "delete it (del optimizer.state[p]) to start with a new state"
         )
+    if not state:
+        return name, (), [param]
     if declared.has_master and (master := state.get(MASTER)) is not None:
         check_master(name, param, master)
     for part in declared.tensors:
