@@ -48,8 +48,8 @@ def _by_rule(optimizer: Any) -> RuleStep:
 def _around_rule(optimizer: Any) -> HandwrittenStep:
     """The strategy of a class that overrides ``ElementwiseOptimizer.step``.
 
-    Only the inherited step passes the overflow flag to the rule; any other is skipped like an
-    ordinary step.
+    Only the inherited step passes the overflow flag to the rule; any other is skipped like a
+    hand-written step.
     """
     return HandwrittenStep(optimizer, runner=RuleRunner(optimizer, _torchs_step))
 

@@ -301,8 +301,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: between ``unscale`` or ``accumulate`` and the step.
-            NotImplementedError: a ``step()`` that is written by hand makes the states as it runs,
-                as in ``LBFGS`` and in most classes that ``extend`` takes.
+            NotImplementedError: a hand-written ``step()`` makes the states as it runs, as in
+                ``LBFGS`` and in most classes that ``extend`` takes.
         """
         self._ampopt.phase.refuse_unfinished("initialize_states")
         self._ampopt.make_states()
@@ -405,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if a gradient is not finite.
 
-        Synchronizes with a closure (:doc:`/guides/closures`), and for an ordinary ``step()`` as
+        Synchronizes with a closure (:doc:`/guides/closures`), and for a hand-written ``step()`` as
         :attr:`skip_by` says. A rule leaves ``p.grad`` scaled and unclipped.
 
         Args:

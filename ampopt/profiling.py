@@ -49,7 +49,7 @@ class Profile:
         paths: how each parameter was stepped in the last step, by optimizer and parameter name.
         plans: how often each optimizer made a new plan of its steps, by name and reason. Only an
             optimizer with an update rule has a plan. It makes the plan in its first step, which is
-            not counted, and an ordinary loop uses it for all later steps.
+            not counted, and later steps use it as long as nothing changes.
         launches: the number of launches of each of ampopt's kernels, by name, over all steps.
         kernels: the names of all kernels launched on CUDA devices, by any library; ``None`` without
             a CUDA device.
@@ -128,11 +128,11 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
 
     On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
     kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
-    lists where Python read a tensor, which would wait on a GPU. The report omits reads that
-    ampopt makes only because the tensors are on the CPU. It lists the read of the overflow flag
-    before an ordinary step, because that read happens on a GPU, too. Exception: a step that the GPU
-    can undo (a *transaction*) needs no read, and the report says so. Steps are slower in the block.
-    Do not use it from several threads at once, nor for a model that is compiled in the block.
+    lists where Python read a tensor, which would wait on a GPU. The report omits reads that ampopt
+    makes only because the tensors are on the CPU. It lists the read of the overflow flag before a
+    hand-written step, because that read happens on a GPU, too. Exception: a step that the GPU can
+    undo (a *transaction*) needs no read, and the report says so. Steps are slower in the block. Do
+    not use it from several threads at once, nor for a model that is compiled in the block.
 
     Args:
         optimizers: the optimizers to report on.
@@ -242,7 +242,7 @@ def _plans_of(optimizer: Optimizer) -> Counter[str]:
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     """How the last step treated the parameters that have gradients."""
-    which = "an ordinary step"
+    which = "a hand-written step"
     ours = optimizer._ampopt
     if isinstance(ours, RuleStep):
         if not ours.needs_torch():

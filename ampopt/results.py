@@ -12,7 +12,7 @@ __all__ = ["StepResult", "Unscaled", "as_flag", "is_flag", "overflowed", "report
 
 
 class Unscaled(NamedTuple):
-    """The result of :meth:`ampopt.Optimizer.unscale` and ``accumulate``: two values.
+    """The result of ``unscale`` and ``accumulate``: ``found_inf, scale = optimizer.unscale(S)``.
 
     Attributes:
         found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
@@ -25,10 +25,10 @@ class Unscaled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step: three values, one more than :class:`Unscaled`.
+    """The result of a step: ``loss, found_inf, scale = optimizer.unscale_and_step(...)``.
 
     Attributes:
-        loss: the loss that the closure returned; without a closure, the result of an ordinary
+        loss: the loss that the closure returned; without a closure, the result of a hand-written
             ``step()``, usually ``None``.
         found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
             after unscaling, or if :class:`ampopt.skip_when` skipped the step.

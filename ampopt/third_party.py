@@ -46,7 +46,7 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
 
     The result is a subclass of ``ampopt.Optimizer`` and of ``cls``, with the constructor, the step
     and the state of ``cls``; state dicts of either class load into the other. A step is skipped
-    like every ordinary step: see ``skip_by``. Where ``step`` takes no closure, a control point
+    like every hand-written step: see ``skip_by``. Where ``step`` takes no closure, a control point
     evaluates the closure before the step.
 
     **Name conflicts.** Methods and attributes of ``cls`` keep their meaning, even if they are named

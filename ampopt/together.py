@@ -36,8 +36,8 @@ def unscale_and_step(
     clip by, and one next scale. If each optimizer may skip for itself, call their own
     ``unscale_and_step``, and :func:`ampopt.next_scale` on the scales that they return.
 
-    Rules do not synchronize, and leave ``p.grad`` as it was; ordinary steps wait as ``skip_by`` of
-    :class:`ampopt.Optimizer` says. An optimizer without gradients only runs its step hooks. See
+    Rules do not synchronize, and leave ``p.grad`` as it was; hand-written steps wait as ``skip_by``
+    of :class:`ampopt.Optimizer` says. An optimizer without gradients only runs its step hooks. See
     :doc:`/guides/clipping`, and :doc:`/guides/accumulation` for sums of several optimizers.
 
     Example:

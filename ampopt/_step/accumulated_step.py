@@ -1,8 +1,7 @@
 """The step that ends accumulation cycles, of one optimizer or of several that step together.
 
-If several optimizers step together and one of them has accumulated, all get a cycle: the others'
-``p.grad`` is unscaled into sums of its own. So the gradients to check and to clip are unscaled sums
-in every optimizer.
+If several optimizers step together and one of them has accumulated, the gradients of the others are
+unscaled into sums, too. So every optimizer has unscaled sums to check and to clip.
 """
 
 from collections.abc import Sequence

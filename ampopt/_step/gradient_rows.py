@@ -1,9 +1,10 @@
-"""The rows of a pass over gradients alone, which the next call may use again.
+"""The rows of a pass over gradients alone, which are kept for the next call.
 
-Such passes are those of ``accumulate``, of ``unscale``, and of optimizers that step together. To
-check every gradient, and to make a row for it, takes longer than the pass over hundreds of small
-ones. Usually the next call has gradients of the same parameters, with the same layouts, so that the
-rows of the last one fit. A step keeps a :class:`~ampopt._step.plan.Plan` for the same reason.
+A *row* has the tensors of one parameter that a pass reads and writes. Passes over gradients alone
+are those of ``accumulate``, of ``unscale``, and of optimizers that step together. To check hundreds
+of small gradients, and to make a row for each, takes longer than the pass. Usually the next call
+has gradients of the same parameters, with the same layouts, so the kept rows fit. A step keeps a
+:class:`~ampopt._step.plan.Plan` for the same reason.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""Loading a state dict: which ones are refused, and in what dtype a state is kept."""
+"""Loading a state dict: what is refused, and the dtype of each loaded state."""
 
 import contextlib
 import inspect

@@ -3,8 +3,8 @@
 To traverse every parameter, state and layout in Python costs more than the whole step of a small
 network, and between steps usually nothing changes but gradients and hyperparameters. So a plan is
 made once, and reused until something else changes, which the two guards of :mod:`plan_guards` find
-out in a few calls. Then another plan is made. A plan has the rows of every parameter that has had
-a gradient: in a step without it, the row is masked.
+out in a few calls. Then another plan is made. A plan has a row for every parameter that has ever
+had a gradient. In a step in which such a parameter has none, its row is masked.
 """
 
 from dataclasses import replace

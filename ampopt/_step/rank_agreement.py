@@ -70,7 +70,7 @@ class Agreement:
             mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
             settings: what all ranks have to set alike.
             names_ranks: whether ``groups`` is what the user passed as ``process_group``, or the
-                default group for FSDP1. Ordinary tensors are then shards of the model, unless
+                default group for FSDP1. Plain tensors are then shards of the model, unless
                 ``replicated``; otherwise they are copies.
             step_has_collectives: whether the step itself makes a collective for each ``DTensor``
                 gradient, so that all ranks of a mesh need gradients of the same parameters.
@@ -144,7 +144,7 @@ class Agreement:
     def in_norm(self, tensor: Any, group: int, key: int) -> bool:
         """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.
 
-        Of several copies on different ranks one is counted: of an ordinary replicated tensor, and
+        Of several copies on different ranks one is counted: of a plain replicated tensor, and
         of a ``DTensor`` that is replicated along some dimensions of the mesh.
 
         Args:

@@ -1,7 +1,7 @@
-"""What has to be alike on all ranks besides the call: classes, options, gradients of copies.
+"""Compares settings that must be equal on all ranks: classes, options, gradients of copies.
 
-Numbers travel in the row of each rank (see ``rank_messages``). A rank describes its own options in
-words only after numbers have differed.
+The settings are numbers in the row of each rank (see ``rank_messages``). A rank describes its own
+options in words only after the numbers have differed.
 """
 
 import operator

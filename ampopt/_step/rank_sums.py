@@ -81,7 +81,7 @@ class SameGradients:
 class RankSums:
     """Adds up, by one all-reduce, the sums of a rule (such as LAMB's norms) over ranks.
 
-    The sums of each ``DTensor`` are added up over its shards. The sums of an ordinary tensor stay
+    The sums of each ``DTensor`` are added up over its shards. The sums of a plain tensor stay
     those of this rank. Both are added to the totals, as to the norm: a copy on several ranks once.
     """
 

@@ -124,7 +124,7 @@ def agreement(
 def _settings(optimizers: Sequence[Any], *, is_told: bool) -> RankSettings:
     """What all ranks have to set alike, or those of a list in ``replicated``.
 
-    Under a process group that the user named, ordinary tensors and ``DTensor``s may be of parts of
+    Under a process group that the user named, plain tensors and ``DTensor``s may be of parts of
     the model that only this rank has: a stage, or experts. So their options may differ.
     """
     shared, copies, held = [], [], []

@@ -1,8 +1,8 @@
 """Copies of the memory of tensors, from which a flag on the device restores it, bitwise.
 
-Memory is restored by an update, as a step is: its rule takes the "gradient", which is the copy, and
-it is skipped unless the step is to be undone. So it is one launch for hundreds of tensors, and
-reads and writes nothing after a step that is kept.
+An update pass restores the memory: its "gradient" is the copy, its rule returns the gradient, and
+it is skipped unless the step is to be undone. So one launch restores hundreds of tensors, and after
+a step that is kept, it reads and writes nothing.
 """
 
 from array import array

@@ -1,13 +1,11 @@
 """Steps that read the flag and scale which ``torch.amp.GradScaler`` sets on an optimizer.
 
-The wrapper around a hand-written step that does so also has a plain ``step()`` follow the flag of a
-pending ``unscale``.
-
 If ``_step_supports_amp_scaling`` of an optimizer is true, ``scaler.step(optimizer)`` does not read
 the overflow flag, so it does not synchronize. It sets ``optimizer.grad_scale`` (the factor by which
 the gradients are multiplied; ``None`` after ``scaler.unscale_``) and ``optimizer.found_inf`` (a sum
 of flags of the gradients in their current, scaled or unscaled, form), calls ``optimizer.step()``,
-and deletes both attributes.
+and deletes both attributes. A wrapper makes a hand-written step read both attributes. The same
+wrapper makes a plain ``step()`` skip if the ``unscale`` before it found an overflow.
 """
 
 import functools

@@ -60,7 +60,8 @@ class DynamicLossScale(LossScale):
         scale_outputs(loss, scale).backward()
         _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-    One step does this, computed in float64 and stored as float32::
+    The state is ``value``, ``growth`` (0 at first) and ``budget`` (``hysteresis`` at first). One
+    step does this, computed in float64 and stored as float32::
 
         if found_inf > 0:
             growth, budget = 0, budget - 1

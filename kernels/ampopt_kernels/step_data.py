@@ -1,8 +1,9 @@
 """The data that passes between the caller and the passes of a step.
 
 The caller makes a :class:`Request`. ``detect`` returns :class:`Partials`, flags and sums of
-squares; ``control`` returns a :class:`Decision`, which ``update`` carries out. None of them is
-changed once it is made; to freeze them would take as long as a small step's arithmetic.
+squares; ``control`` returns a :class:`Decision`, which ``update`` carries out. No object is changed
+once it is made. The dataclasses are not frozen, because to make frozen ones takes as long as the
+arithmetic of a small step.
 """
 
 import functools

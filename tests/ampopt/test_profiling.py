@@ -83,7 +83,7 @@ def test_launches_are_counted_and_a_missing_gradient_is_named(monkeypatch):
     )
 
 
-def ordinary(path: str, which: str = "an ordinary step") -> str:
+def hand_written(path: str, which: str = "a hand-written step") -> str:
     return f"  2 parameters (weight, bias): {which}, {path}\n"
 
 
@@ -102,19 +102,19 @@ def flag_read(name: str, *, times: str = "", on_gpu: str = "each time") -> str:
     )
 
 
-def test_an_ordinary_step_on_the_cpu(eager):
+def test_a_hand_written_step_on_the_cpu(eager):
     header = "Plain: 1 step. In the last one:\n"
     optimizer, twin = made(Plain), made(Plain)
     one_more = "profile one more step to see whether it can be a transaction on a GPU"
-    assert said(optimizer) == header + ordinary(FREE + one_more) + flag_read("Plain")
+    assert said(optimizer) == header + hand_written(FREE + one_more) + flag_read("Plain")
     free = flag_read("Plain", on_gpu="for none")
     for _ in range(2):
-        assert said(optimizer) == header + ordinary(FREE + TRANSACTION) + free
+        assert said(optimizer) == header + hand_written(FREE + TRANSACTION) + free
     with profile(optimizer) as report:
         for _ in range(2):
             optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert str(report).endswith(flag_read("Plain", times="2 times", on_gpu="for none"))
-    assert said(optimizer, scale=None) == header + ordinary("unchecked") + NO_LOOK
+    assert said(optimizer, scale=None) == header + hand_written("unchecked") + NO_LOOK
     for _ in range(6):
         twin.unscale_and_step(grads_scaled_by=1.0)
     assert all(map(torch.equal, params_of(optimizer), params_of(twin)))
@@ -129,7 +129,7 @@ def test_a_step_that_cannot_be_a_transaction_on_a_gpu_is_told_so_on_the_cpu(eage
     path = LOOKED + "; on a GPU too, as the step changes torch's random state"
     for _ in range(2):
         header = "HostCounted: 1 step. In the last one:\n"
-        assert said(optimizer) == header + ordinary(path) + flag_read("HostCounted")
+        assert said(optimizer) == header + hand_written(path) + flag_read("HostCounted")
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_a_step_that_cannot_be_a_transaction_on_a_gpu_is_told_so_on_the_cpu(eage
         (Plain, "step", ["which skips by itself"]),
     ],
 )
-def test_an_ordinary_step_on_a_device(on_a_device, cls, skip_by, paths):
+def test_a_hand_written_step_on_a_device(on_a_device, cls, skip_by, paths):
     optimizer = made(cls)
     optimizer.skip_by = skip_by
     for path in paths:
         header = f"{cls.__name__}: 1 step. In the last one:\n"
         looks = flag_read(cls.__name__) if "the host looked" in path else NO_LOOK
-        assert said(optimizer) == header + ordinary(path) + looks
+        assert said(optimizer) == header + hand_written(path) + looks
 
 
 def test_torchs_own_step(eager):
@@ -166,7 +166,7 @@ def test_torchs_own_step(eager):
     for p in optimizer.param_groups[0]["params"]:
         p.grad = p.detach().to_sparse()
     header = "SGD: 1 step. In the last one:\n"
-    expected = ordinary(FREE + TRANSACTION, "torch's own step")
+    expected = hand_written(FREE + TRANSACTION, "torch's own step")
     assert said(optimizer) == header + expected + flag_read("SGD", on_gpu="for none")
 
 
@@ -218,7 +218,7 @@ def test_the_reads_and_the_checks_of_lbfgs_are_shown(eager):
     for scale, path in (1.0, "checked after each evaluation"), (None, "unchecked"):
         with profile(optimizer) as report:
             optimizer.unscale_and_step(closure, grads_scaled_by=scale)
-        assert f"an ordinary step, {path}\n" in str(report)
+        assert f"a hand-written step, {path}\n" in str(report)
         assert "\n  torch's LBFGS, " in str(report)
         assert ("a closure's replay" in str(report)) == (scale is not None)
 

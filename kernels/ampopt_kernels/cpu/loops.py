@@ -4,11 +4,13 @@ Each loop over elements is a function by itself: compilers do not vectorize a lo
 region that shares many variables. The functions of one role are in a namespace, in which ``BLOCK``
 is the number of elements of a block.
 
-Arguments with one meaning in all functions: ``table`` has ``n_rows`` rows of ``COLUMNS`` integers
-(see ``table``); ``grads`` has the address of the gradient of each row of the work, 0 for a row
-without one. The *numbers* of a row are what the functions of a rule take as ``h``, after the
-reciprocal of the scale and the clip coefficient: ``numbers`` has those of several rows, one after
-another, and ``which`` the index of those that a row takes, -1 for a row without a gradient.
+Arguments with one meaning in all functions:
+
+- ``table``: ``n_rows`` rows of ``COLUMNS`` integers (see ``table``).
+- ``grads``: the address of the gradient of each row of the work, 0 for a row without one.
+- ``numbers``: variants of the numbers of a row, one after another. A variant is the reciprocal of
+  the scale, the clip coefficient, and then what the functions of a rule take as ``h``.
+- ``which``: for each row, the index of its variant in ``numbers``; -1 without a gradient.
 """
 
 __all__ = [

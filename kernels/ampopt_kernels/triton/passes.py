@@ -23,9 +23,9 @@ step by an ulp.
 
 New float32 values have the bits that the eager backend computes from the same scalars: products and
 sums are not fused (``launch.options``), and quotients and square roots are correctly rounded. In
-float64 so are those of this kernel, while torch's square root on a CPU, and so the eager backend,
-may be an ulp off (``torch_language.sqrt``). The scalars of a rule may differ by a few ulp where it
-computes them by ``language.power``, or from sums.
+float64, torch's square root on a CPU, and so that of the eager backend, may be an ulp off
+(``torch_language.sqrt``). The scalars of a rule may differ by a few ulp where it computes them by
+``language.power``, or from sums.
 """
 
 import functools

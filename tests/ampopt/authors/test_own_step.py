@@ -125,7 +125,7 @@ def test_a_subclass_skips_whichever_class_was_made_first(made_before):
     class Renamed(Base):
         pass
 
-    # Of float16, whose gradients an ordinary step refuses.
+    # Of float16, whose gradients a hand-written step refuses.
     param = Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = Renamed([param], lr=0.5)
     param.grad = torch.ones_like(param)
