@@ -183,7 +183,7 @@ class ElementwiseOptimizer(Optimizer):
             if not ours.is_stepping:
                 ours.step_request = None
         if request is None:
-            ours.untold_scale.warn()
+            ours.missing_scale.warn()
             request = Request(check=False)
         decision = ours.runner.step(ours.observers.extend(request))
         ours.note_norm(request, decision)
@@ -235,7 +235,7 @@ class ElementwiseOptimizer(Optimizer):
                 "differentiable out"
             )
         if scale is None:
-            ours.untold_scale.warn()
+            ours.missing_scale.warn()
         decision = steps.step(request_for(scale))
         next_scale = next_scale_of(scale, decision)
         ours.phase.mark_stepped(scale, next_scale)

@@ -17,7 +17,7 @@ from ampopt._step.loading import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import check_max_norm
-from ampopt.loss_scale.scalings import note_told
+from ampopt.loss_scale.scaled_losses import note_scale_passed
 from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
@@ -216,8 +216,8 @@ class Optimizer(torch.optim.Optimizer):
         ours = self._ampopt
         ours.left_out.note_zero_grad(gradients.params_of(self.param_groups))
         ours.phase.discard()
-        if ours.untold_scale.is_in_gradients():
-            note_told()
+        if ours.missing_scale.is_in_gradients():
+            note_scale_passed()
         super().zero_grad(*args, **kwargs)
 
     @uncompiled
@@ -349,7 +349,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         scale = ours.scale(grads_scaled_by)
         if scale is None:
-            ours.untold_scale.warn()
+            ours.missing_scale.warn()
         decision = ours.accumulation.add(
             request_for(scale), ours.agreement(), drop, ours.check_gradients
         )
@@ -569,7 +569,7 @@ def _step_scaled_gradients(
     if scale is None and max_norm is None and (cycle is None or not cycle.is_checked):
         return StepResult(optimizer.step(), ours.flag(None), None)
     if scale is None:
-        ours.untold_scale.warn()
+        ours.missing_scale.warn()
     request = request_for(scale, max_norm=max_norm, write=write)
     attempt = ours.attempt if cycle is None else ours.attempt_with_sums
     decision, result, _ = attempt(request, scale=scale)

@@ -84,7 +84,7 @@ def unscale_and_step(
     for optimizer in optimizers:
         optimizer._ampopt.check_gradients()
         if scale is None:
-            optimizer._ampopt.untold_scale.warn()
+            optimizer._ampopt.missing_scale.warn()
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
         request = optimizer._ampopt.observers.extend(request)

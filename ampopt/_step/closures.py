@@ -20,7 +20,7 @@ from ampopt._step.observers import as_loss
 from ampopt._step.rank_agreement import Agreement
 from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.scalings import note_told
+from ampopt.loss_scale.scaled_losses import note_scale_passed
 from ampopt.loss_scale.step_scale import next_scale_of, request_for, rounded
 from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.step_data import Decision
@@ -186,9 +186,9 @@ def _step_with_replays(
         finally:
             ours.in_closure = False
             if scale is None:
-                ours.untold_scale.warn()
+                ours.missing_scale.warn()
             else:
-                note_told()  # the closure got the scale, also if it raised
+                note_scale_passed()  # the closure got the scale, also if it raised
         if agreement is not None:
             ours.check_gradients()  # an error here is still all-reduced to the other ranks
         return loss, verdict

@@ -195,7 +195,7 @@ class HandwrittenStep(StepStrategy):
             super().step_is_over()
         if self._decision is None:
             # Not before the step: that of a wrapper calls a control point of the inner optimizer.
-            self.untold_scale.warn()
+            self.missing_scale.warn()
         self._decision_of_step = self._decision
         if not self._runs_step:  # else it may be a ``super().step()`` that is over
             self._decision = None

@@ -19,12 +19,12 @@ from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._step.masters import Masters
+from ampopt._step.missing_scale import MissingScale
 from ampopt._step.observers import Observers
 from ampopt._step.phase import Pending, Phase
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import LeftOut
 from ampopt._step.torch_private import undo_state_initialization
-from ampopt._step.untold_scale import UntoldScale
 from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import AnyScale
 from ampopt.loss_scale.step_scale import as_loss_scale, next_scale_of, request_for
@@ -62,7 +62,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         accumulation: the sums that ``accumulate`` has filled and no step has used yet.
         phase: what the optimizer is in the middle of, and which calls that allows.
         observers: the watch and the skip conditions.
-        untold_scale: warns of steps that were told of no scale.
+        missing_scale: warns of a step without a scale, after a loss was multiplied by one.
         needs_closure: whether ``step`` requires a closure.
         grad_norm: the gradient norm of the last step with ``max_norm``; see
             :attr:`ampopt.Optimizer.grad_norm`.
@@ -101,7 +101,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.accumulation = Accumulation(optimizer)
         self.phase = Phase(self.accumulation, self.masters)
         self.observers = Observers(optimizer)
-        self.untold_scale = UntoldScale(optimizer)
+        self.missing_scale = MissingScale(optimizer)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.grad_norm: Tensor | None = None
@@ -235,7 +235,7 @@ class StepStrategy(RefersToOptimizer, ABC):
             call = "a step of torch.distributed.checkpoint, to make states"
             self.phase.refuse_unfinished(call)
         self.check_step()
-        self.untold_scale.warn()
+        self.missing_scale.warn()
         self.unscale_for_later(None)
 
     def unscale_for_later(self, scale: AnyScale | None) -> Pending:

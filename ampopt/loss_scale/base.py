@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ampopt.loss_scale.scalings import note_scaling
+from ampopt.loss_scale.scaled_losses import note_scaled_loss
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.next_scale import PolicyConstants
 
@@ -209,7 +209,7 @@ class LossScale(AnyScale):
             TypeError: ``output`` is not a floating-point tensor. ``scale_outputs`` also takes lists
                 and other structures of tensors.
         """
-        return note_scaling(product(output, self.value, "a LossScale is multiplied by"), self)
+        return note_scaled_loss(product(output, self.value, "a LossScale is multiplied by"), self)
 
     __rmul__ = __mul__
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
 from ampopt.loss_scale.base import LossScale, product
-from ampopt.loss_scale.scalings import note_scaling
+from ampopt.loss_scale.scaled_losses import note_scaled_loss
 
 __all__ = ["scale_outputs"]
 
@@ -71,7 +71,7 @@ def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
     factor = _factor(scale)
 
     def scaled(output: Any) -> Any:
-        return note_scaling(product(output, factor), scale)
+        return note_scaled_loss(product(output, factor), scale)
 
     return scaled(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(scaled, outputs)
 

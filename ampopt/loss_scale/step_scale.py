@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
-from ampopt.loss_scale.scalings import note_told
+from ampopt.loss_scale.scaled_losses import note_scale_passed
 from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
@@ -125,7 +125,7 @@ def request_for(scale: AnyScale | None, **fields: Any) -> Request:
     """The request for a step that is told of ``scale``; ``fields`` are its other fields."""
     if scale is None:
         return Request(check=False, **fields)
-    note_told()
+    note_scale_passed()
     return Request(
         scale=scale._value,
         drop=scale._drop,

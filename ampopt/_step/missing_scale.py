@@ -1,4 +1,4 @@
-"""Warns of a call that is told of no scale, though a loss was multiplied by one."""
+"""Warns of a step without a scale, after a loss was multiplied by one."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from ampopt._step import gradients
 from ampopt._step.descriptors import RefersToOptimizer
 from ampopt._warnings import warn_user
 from ampopt.loss_scale.base import LossScale, host_may_read
-from ampopt.loss_scale.scalings import scalings, untold_scale
+from ampopt.loss_scale.scaled_losses import missing_scale, scaled_losses
 
-__all__ = ["UntoldScale"]
+__all__ = ["MissingScale"]
 
 
-class UntoldScale(RefersToOptimizer):
-    """Whether the gradients of one optimizer seem to have a scale that no control point knows.
+class MissingScale(RefersToOptimizer):
+    """Whether the gradients of one optimizer seem to have a scale that no control point got.
 
     The losses that were scaled before the optimizer was made do not concern it.
     """
@@ -22,15 +22,15 @@ class UntoldScale(RefersToOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Store a weak reference to ``optimizer``."""
         super().__init__(optimizer)
-        self._scalings_before = scalings()
+        self._scaled_before = scaled_losses()
         self._warned = False
 
     def is_in_gradients(self) -> bool:
-        """Whether gradients seem to have a scale that no control point was told of.
+        """Whether gradients seem to have a scale that no control point got.
 
         Does not synchronize: a scale on an accelerator counts as one, even if it is 1.
         """
-        scale = untold_scale(self._scalings_before)
+        scale = missing_scale(self._scaled_before)
         optimizer: Any = self.optimizer
         if scale is None or type(optimizer)._ampopt.has_own_control_points:
             return False

@@ -1,4 +1,4 @@
-"""A step that is told of no scale, although a loss was multiplied by one, warns once."""
+"""A step without a scale, after a loss was multiplied by one, warns once."""
 
 import inspect
 import threading
