@@ -52,8 +52,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if key not in params:  # users may keep other values under their own keys
             continue
         states[key] = full = dict(state)
-        own = torch.float32 if MASTER in full else params[key].dtype
         restore_names(full, parts)
+        own = torch.float32 if MASTER in full else params[key].dtype
         for part in parts:
             value = full.get(part.name)
             if isinstance(value, torch.Tensor) and has_codes(full, part):

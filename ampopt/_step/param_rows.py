@@ -279,7 +279,7 @@ def random_key_of(optimizer: Any, param: Tensor, place: int) -> Tensor:
     Each parameter has a key of its own, which depends on its index ``place`` among all parameters.
     """
     state = optimizer.state[param]
-    saved_key = state.get(RANDOM_KEY, KEY_STRIDE * place)
+    saved_key = KEY_STRIDE * place if state.get(RANDOM_KEY) is None else state[RANDOM_KEY]
     if not (
         isinstance(saved_key, Tensor)
         and (saved_key.dtype, saved_key.device, saved_key.ndim) == (torch.int64, param.device, 0)

@@ -437,6 +437,17 @@ def test_the_full_state_without_small_states_is_the_state(dtype):
     assert bits(full["state"]) == bits(saved["state"])
 
 
+@pytest.mark.parametrize("master_bits", [24, 32])
+def test_the_full_state_beside_a_master_is_float32(master_bits):
+    (param,) = params_of([(8192,)], dtype=torch.bfloat16)
+    options = {"master_weights": True, "master_bits": master_bits}
+    optimizer = stepped(ampopt.AdamW([param], state_bits=16, **options), 1)
+    full = ampopt.full_state_dict(optimizer)["state"][0]
+    assert {name: value.dtype for name, value in full.items()} == dict.fromkeys(
+        ("master_param", "step", "exp_avg", "exp_avg_sq"), torch.float32
+    )
+
+
 def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
     params = params_of()
     ours = stepped(ampopt.AdamW(params, state_bits=8), 2)

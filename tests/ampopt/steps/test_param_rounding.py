@@ -9,6 +9,7 @@ from support.shards import same_as_whole
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import bits
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.stochastic import KEY_STRIDE, stochastically
@@ -196,6 +197,17 @@ def on_shards() -> list[str]:
 
 def test_ranks_round_as_one_process_would(four_ranks):
     assert four_ranks.run(on_shards) == [[]] * 4
+
+
+def test_a_key_that_is_none_is_made_as_other_states_are():
+    keys = []
+    for given in ({}, {"rounding_key": None}):
+        params = [Parameter(torch.ones(4, dtype=BF16)) for _ in range(2)]
+        optimizer = sgd(params)
+        optimizer.state[params[1]].update(given)
+        step(optimizer, [ULP, ULP])
+        keys.append([bits(optimizer.state[p]["rounding_key"]) for p in params])
+    assert keys[0] == keys[1]
 
 
 @pytest.mark.parametrize("key", [0, 2**53 + 1, 2**62 + 12345])
