@@ -24,7 +24,7 @@ Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
   ``GradScaler`` in place of torch's.
 - **Dtypes**: ``Precision``, a policy such as "O2"; ``cast``, a model in half precision with its
   norms (``NORMS``) in float32; ``run_in``, one module in its own dtype; ``autocast``, with more
-  operators; ``state_bits``, states in 8 or 16 bits; ``full_state_dict``, for torch's optimizers.
+  operators; ``state_bits``, states in 8 or 16 bits; ``full_state_dict``, states in float32.
 - **Your optimizer**: ``ElementwiseOptimizer``, from a *rule* (an elementwise update, written once
   for all backends, see ``ampopt_kernels.Rule``); ``Optimizer``, from a ``step()``; ``extend`` and
   ``patch_optimizer``, from the class or instance of someone else. ``ampopt.testing`` tests them.

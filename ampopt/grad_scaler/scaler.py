@@ -198,10 +198,11 @@ class GradScaler(scheduled.ScheduledScaler):
         """Unscale unless :meth:`unscale_` was called, and step, or skip the step after an overflow.
 
         ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, even if the step
-        was skipped; after ``accumulate`` it holds scaled ones. In ``p.grad``, small values may be 0
-        in float16; the step itself uses float32. Gradients that you change after :meth:`unscale_`
-        are not checked again. If a step that is not made from a rule raises, its gradients are
-        unscaled already: call ``step`` again, or :meth:`discard` before the next backward pass.
+        was skipped; after ``accumulate`` it holds scaled gradients. In ``p.grad``, small values may
+        be 0 in float16; the step itself uses float32. Gradients that you change after
+        :meth:`unscale_` are not checked again. If a step that is not made from a rule raises, its
+        gradients are unscaled already: call ``step`` again, or :meth:`discard` before the next
+        backward pass.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as

@@ -17,11 +17,12 @@ __all__ = ["Adafactor"]
 class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
     """``torch.optim.Adafactor`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. ``unscale``, ``unscale_and_step`` and
-    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`.
+    Constructor, defaults and results are torch's. The methods for loss scaling are those of
+    :class:`ampopt.Optimizer`::
 
-    Example:
-        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+        optimizer = ampopt.Adafactor(model.parameters())
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, beta2_decay, eps, d, weight_decay, maximize: as in ``torch.optim.Adafactor``.
@@ -36,7 +37,7 @@ class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
     epsilon of each parameter's dtype, where torch uses that of the first parameter for the whole
     group. On a ``DTensor``, results are those of the whole tensor; torch raises an error there, or
     computes something else for vectors. If one rank has the gradient of a ``DTensor``, all ranks
-    must.
+    must have it.
     """
 
     rule = rules.adafactor

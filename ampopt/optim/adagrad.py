@@ -21,7 +21,12 @@ __all__ = ["Adagrad"]
 class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs.
+    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs. The
+    methods for loss scaling are those of :class:`ampopt.Optimizer`::
+
+        optimizer = ampopt.Adagrad(model.parameters())
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in

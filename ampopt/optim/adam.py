@@ -17,11 +17,12 @@ __all__ = ["Adam"]
 class Adam(ElementwiseOptimizer, torch.optim.Adam):
     """``torch.optim.Adam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. ``unscale``, ``unscale_and_step`` and
-    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`.
+    Constructor, defaults and results are torch's. The methods for loss scaling are those of
+    :class:`ampopt.Optimizer`::
 
-    Example:
-        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+        optimizer = ampopt.Adam(model.parameters())
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in

@@ -41,7 +41,7 @@ class Muon(Optimizer, torch.optim.Muon):
     On ``DTensor`` parameters, results are those of one process that has the whole matrices: each
     matrix is gathered on one rank, which orthogonalizes it and sends the shards of the update back.
     That takes three collectives for all matrices together. If one rank has the gradient of a
-    parameter, all ranks must.
+    parameter, all ranks must have it.
 
     Args:
         params, lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``.

@@ -17,11 +17,12 @@ __all__ = ["NAdam"]
 class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
     """``torch.optim.NAdam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. ``unscale``, ``unscale_and_step`` and
-    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`.
+    Constructor, defaults and results are torch's. The methods for loss scaling are those of
+    :class:`ampopt.Optimizer`::
 
-    Example:
-        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+        optimizer = ampopt.NAdam(model.parameters())
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as

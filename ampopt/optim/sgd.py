@@ -31,7 +31,12 @@ def _drop_initial(state: dict[str, Any]) -> None:
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs.
+    Constructor, defaults and results are torch's. With sparse gradients, torch's own step runs. The
+    methods for loss scaling are those of :class:`ampopt.Optimizer`::
+
+        optimizer = ampopt.SGD(model.parameters())
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in
