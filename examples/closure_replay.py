@@ -2,14 +2,13 @@
 
 LBFGS evaluates its closure many times in one step, and its line search compares the losses and
 gradients it gets. If an overflow skipped the step, the search would go on with infinite gradients.
-So a closure takes the loss scale as its argument, and if the gradients overflow, the optimizer runs
-the same closure again with the next smaller scale, until they are finite; LBFGS never sees the
-others.
+So a closure takes the loss scale as its argument. If the gradients overflow, the optimizer runs the
+same closure again with the next smaller scale, until they are finite.
 
-Here it fits logistic regression to the handwritten digits, once in float32 and once under
+Here LBFGS fits logistic regression to the handwritten digits, once in float32 and once under
 autocast in float16 with a scale that starts too high. The very first evaluation overflows, as one
 would expect. A later one does too: the line search tries a step that is too long, where gradients
-are larger than any before. Both runs end at nearly the same place.
+are larger than any before. Both runs end with nearly the same loss.
 
     python examples/closure_replay.py
 """

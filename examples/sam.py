@@ -6,7 +6,7 @@ direction of the first; the update uses the second. Under a scaler that is hard 
 gradients have to be unscaled, each may overflow, and if the second overflows, the weights have
 already been moved.
 
-Here SAM is an ordinary ``step(closure)`` that asks for two evaluations and knows nothing of
+Here SAM is a hand-written ``step(closure)`` that asks for two evaluations and knows nothing of
 scaling. The gradients that it gets are unscaled and finite: an evaluation whose gradients overflow
 is run again with a smaller scale, the second one too, at the weights that SAM has moved. If no
 scale helps, the weights are restored.

@@ -37,7 +37,7 @@ class StrategyAttribute:
     Attributes:
         step: the ``step`` function of the class that has this attribute, without hooks.
         has_own_control_points: whether the class unscales by methods of its own, so that its
-            ``step()`` needs to be told of no scale.
+            ``step()`` needs no scale.
     """
 
     def __init__(

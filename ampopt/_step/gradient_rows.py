@@ -88,8 +88,8 @@ class GradientRows:
     ) -> "GradientRows | None":
         """These rows, for :meth:`take_gradients` of the next call; ``None`` if they cannot be kept.
 
-        They can if they are of one device and one kind of sum, and their gradients are those of
-        plain parameters or of float32 masters: no copies or shards.
+        Rows can be kept if all are of one device and one kind of sum, and all gradients are of
+        plain parameters or float32 masters, without copies or shards.
 
         Args:
             groups: the param groups.

@@ -79,8 +79,8 @@ def agreement(
             no parameters on this rank, so that no device for the all-reduce is known.
     """
     replicated = [check_replicated(group) for group in param_groups]
-    is_told = process_group is not None
-    if is_told:
+    is_named = process_group is not None
+    if is_named:
         check_process_group(process_group)
     elif is_fsdp1(param_groups):
         process_group = torch.distributed.group.WORLD
@@ -115,14 +115,14 @@ def agreement(
         holders,
         groups,
         mesh,
-        _settings(optimizers, is_told=is_told),
+        _settings(optimizers, is_named=is_named),
         names_ranks=process_group is not None,
         step_has_collectives=step_has_collectives,
     )
 
 
-def _settings(optimizers: Sequence[Any], *, is_told: bool) -> RankSettings:
-    """What all ranks have to set alike, or those of a list in ``replicated``.
+def _settings(optimizers: Sequence[Any], *, is_named: bool) -> RankSettings:
+    """The options that must be equal on all ranks, or on the ranks of a list in ``replicated``.
 
     Under a process group that the user named, plain tensors and ``DTensor``s may be of parts of
     the model that only this rank has: a stage, or experts. So their options may differ.
@@ -133,7 +133,7 @@ def _settings(optimizers: Sequence[Any], *, is_told: bool) -> RankSettings:
         for group in optimizer.param_groups:
             is_copy, params = check_replicated(group), group["params"]
             keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
-            if is_copy or (not is_told and any(map(_is_shard, params))):
+            if is_copy or (not is_named and any(map(_is_shard, params))):
                 shared.append((group, keys))
                 copies += [p for p in params if is_copy or _is_replicated(p)]
             elif isinstance(ranks := replicated_of(group), list):

@@ -77,9 +77,9 @@ class StepMonitor(TrainerCallback, ExportableState):  # pyright: ignore[reportGe
     The names are ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``, and
     for an optimizer with an :class:`ampopt.Watch` also the watch's numbers; see
     :meth:`ampopt.integrations.StepRecord.numbers`. The ``Trainer`` logs ``grad_norm`` itself.
-    :func:`prepare` puts this callback before all others; passed as one of the ``callbacks=`` of a
-    ``Trainer``, it would run after those that report to TensorBoard and the like, and they would
-    miss its numbers. Synchronizes at each log, as the ``Trainer`` does.
+    :func:`prepare` puts this callback before all others. Do not pass it in ``callbacks=`` of a
+    ``Trainer``: it would run after the callbacks that report to TensorBoard and the like, which
+    would miss its numbers. Synchronizes at each log, as the ``Trainer`` does.
 
     The ``Trainer`` saves the counts, and the statistics of the watch on rank 0, in its checkpoints.
     A run that is resumed continues them.

@@ -122,7 +122,7 @@ def as_loss_scale(
 
 
 def request_for(scale: AnyScale | None, **fields: Any) -> Request:
-    """The request for a step that is told of ``scale``; ``fields`` are its other fields."""
+    """The request for a step under ``scale``; ``fields`` are the other fields of the request."""
     if scale is None:
         return Request(check=False, **fields)
     note_scale_passed()

@@ -165,10 +165,10 @@ def element_at(index: Iterable[int]) -> str:
 def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Check that a ``with`` block leaves an optimizer bitwise unchanged.
 
-    That covers parameters, their state, the entries of param groups, and the random state of
-    torch's CPU generator and of Python's ``random``. Gradients may change. A parameter
-    without state may get one, as in a skipped first step, if it has the initial values, those that
-    ``optimizer.initialize_states()`` gives it. Synchronizes.
+    Checks parameters, their states, the entries of param groups, and the random state of torch's
+    CPU generator and of Python's ``random``. Gradients may change. As in a skipped first step, a
+    parameter without states may get the initial ones of ``optimizer.initialize_states()``.
+    Synchronizes.
 
     Example:
         >>> with assert_bitwise_unchanged(optimizer):  # doctest: +SKIP

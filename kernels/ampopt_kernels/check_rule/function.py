@@ -57,7 +57,7 @@ class Function:
 
     @property
     def authored(self) -> Iterator[types.FunctionType]:
-        """The Python functions of this one and its callees, except those of this package."""
+        """This function and its callees as Python functions, without those of this package."""
         return authored(self.jitted)
 
     def refused(

@@ -101,7 +101,7 @@ class Launch:
         return ParamRow(self.like.grad_dtype)
 
     def aligns_of(self, dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
-        """For each of the tensors that a pass reads, the alignment in bytes that Triton is told.
+        """The alignment, in bytes, that Triton may assume of each tensor that a pass reads.
 
         It may be less than ``align``. A thread reads as many elements of each tensor as make 16
         bytes of the widest dtype; if it read 16 bytes of a narrower one too, Triton would exchange
