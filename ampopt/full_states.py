@@ -5,16 +5,10 @@ from typing import Any
 import torch
 
 from ampopt._step.masters import full_master
-from ampopt._step.small_states import (
-    RANDOM_KEY,
-    full_precision,
-    has_codes,
-    restore_names,
-)
+from ampopt._step.small_states import RANDOM_KEY, decode, has_codes, restore_names
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import MASTER_BITS, STATE_BITS
 from ampopt_kernels.rule import MASTER
-from ampopt_kernels.state import scale_key
 
 __all__ = ["full_state_dict"]
 
@@ -57,8 +51,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for part in parts:
             value = full.get(part.name)
             if isinstance(value, torch.Tensor) and has_codes(full, part):
-                full[part.name] = full_precision(full, part)
-                full.pop(scale_key(part.name), None)
+                decode(full, part)
             elif (
                 isinstance(value, torch.Tensor)
                 and value.dtype.itemsize < 4

@@ -32,7 +32,7 @@ __all__ = [
     "check_whole_blocks",
     "codecs_of",
     "convert_to_codec",
-    "full_precision",
+    "decode",
     "has_codes",
     "is_large",
     "restore_names",
@@ -64,10 +64,10 @@ def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[s
         parts: the states that rules declare.
     """
     coded_names = {
-        part.name for part in parts if _is_tensor(state, part.name) and has_codes(state, part)
+        part.name
+        for part in (State(MASTER), *parts)
+        if isinstance(state.get(part.name), Tensor) and has_codes(state, part)
     }
-    if _is_tensor(state, MASTER) and state[MASTER].dtype in CODES:
-        coded_names.add(MASTER)
     return {codes_key(name) if name in coded_names else name: x for name, x in state.items()}
 
 
@@ -76,11 +76,6 @@ def restore_names(state: dict[str, Any], parts: Iterable[State] = ()) -> None:
     for name in (MASTER, *(part.name for part in parts)):
         if (codes := state.pop(codes_key(name), None)) is not None:
             state[name] = codes
-
-
-def _is_tensor(state: Mapping[str, Any], name: str) -> bool:
-    """Whether ``state`` has a tensor under ``name``."""
-    return isinstance(state.get(name), Tensor)
 
 
 def codecs_of(
@@ -159,7 +154,7 @@ def convert_to_codec(
             state[part.name] = value.contiguous()
         return True
     if is_coded:
-        _decode(state, part)
+        decode(state, part)
     if codec is None:
         of_16_bits = value.dtype == BFLOAT16.dtype and param.dtype == torch.float32
         if is_coded or (of_16_bits and RANDOM_KEY in state):
@@ -170,15 +165,8 @@ def convert_to_codec(
     return True
 
 
-def full_precision(state: Mapping[str, Any], part: State) -> Tensor:
-    """The values of ``part``, which has codes in ``state``: float32."""
-    copy = dict(state)
-    _decode(copy, part)
-    return copy[part.name]
-
-
-def _decode(state: dict[str, Any], part: State) -> None:
-    """Replace the codes of ``part`` in ``state`` by float32 values."""
+def decode(state: dict[str, Any], part: State) -> None:
+    """Replace the codes of ``part`` in ``state``, and their scales, by float32 values."""
     codes, scales = state[part.name], state.pop(scale_key(part.name), None)
     own, of_blocks = dtensor.local(codes), None
     if scales is not None:

@@ -99,21 +99,17 @@ def from_local_like(part: Tensor, like: Any, shape: Sequence[int] | None = None)
     # deep-copied. So it is made from another tensor, whose place the view then takes.
     from torch.distributed.tensor import DTensor
 
+    layout = like if shape is None else torch.empty(shape, device="meta")
     whole = DTensor.from_local(
         torch.empty_like(part),
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=like.shape if shape is None else torch.Size(shape),
-        stride=like.stride() if shape is None else _contiguous_stride(shape),
+        shape=layout.shape,
+        stride=layout.stride(),
     )
     setattr(whole, LOCAL_TENSOR, part)
     return whole
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def as_replicated(state: Any) -> Any:
