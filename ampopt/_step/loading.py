@@ -299,6 +299,8 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _uncast(value: Any, saved_value: Any, copies: _Copies) -> Any:
     """``value`` with the saved dtypes, except where the optimizer's class has restructured it."""
+    if isinstance(saved_value, Tensor):  # most are, and pytree takes longer than the copies
+        return _uncast_copy(value, saved_value, copies)
     if isinstance(value, dict) and isinstance(saved_value, dict):
         for key, saved in saved_value.items():
             if key in value:
