@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ampopt._step import torch_scaler
-from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.closures import call_closure
 from ampopt._step.declared_states import DeclaredStates
 from ampopt._step.descriptors import StrategyAttribute
@@ -17,6 +16,7 @@ from ampopt._step.hyperparameters import check_like
 from ampopt._step.loading import check_loaded, convert_loaded
 from ampopt._step.param_checks import check_rule
 from ampopt._step.rule_state import complete
+from ampopt._step.rule_step import RuleRunner, RuleStep
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import with_saved_names
 from ampopt._step.step_hooks import beneath_hooks

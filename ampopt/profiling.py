@@ -17,7 +17,7 @@ import torch
 import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
-from ampopt._step.by_rule import FIRST, RuleStep
+from ampopt._step.rule_step import FIRST, RuleStep
 from ampopt._step.step_rollback import Mode, SkipPolicy
 from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer, check_optimizer

@@ -5,7 +5,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 
 1. ``ampopt.optimizer.unscale_and_step`` checks whether the call is allowed now (``phase``), turns
    its argument into a loss scale (``ampopt.loss_scale.step_scale``), and returns the next scale.
-2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
+2. ``rule_step.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds by
    its ``plan_guards`` that only gradients and hyperparameters have changed. Otherwise
    ``RuleRunner._new_plan`` makes a new plan: it checks parameters and states (``param_checks``,

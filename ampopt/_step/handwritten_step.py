@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.by_rule import RuleRunner
+from ampopt._step.rule_step import RuleRunner
 from ampopt._step.step_hooks import (
     has_hooks,
     hooked,
@@ -33,7 +33,7 @@ StateMaker = Callable[[Any, Tensor], None]
 class HandwrittenStep(StepStrategy):
     """The strategy of a hand-written ``step()``: unscale the gradients, then run or skip the step.
 
-    A :class:`~ampopt._step.by_rule.RuleStep` does both in one pass.
+    A :class:`~ampopt._step.rule_step.RuleStep` does both in one pass.
 
     Attributes:
         _runs_step: whether :meth:`attempt` is running the step.

@@ -1,6 +1,6 @@
 """The object ``optimizer._ampopt``: how an optimizer steps.
 
-There are two ways: :mod:`by_rule` runs an update rule, :mod:`handwritten_step` a hand-written
+There are two ways: :mod:`rule_step` runs an update rule, :mod:`handwritten_step` a hand-written
 ``step()``. What they share is here. What an optimizer is in the middle of is its :class:`Phase`.
 """
 
@@ -33,7 +33,7 @@ from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleRunner
+    from ampopt._step.rule_step import RuleRunner
 
 __all__ = ["StepOutcome", "StepStrategy"]
 

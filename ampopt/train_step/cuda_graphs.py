@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ampopt._step.by_rule import RuleStep
 from ampopt._step.gradients import name_of, params_of
 from ampopt._step.plan import Plan
+from ampopt._step.rule_step import RuleStep
 from ampopt._step.step_hooks import run_step_hooks
 from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree, version
 from ampopt.backend import backend_for

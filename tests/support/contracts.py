@@ -103,7 +103,7 @@ OF_RULES: dict[str, Any] = {
     "sync_free": True,
 }
 """Claims of every optimizer with an update rule."""
-_ORDINARY: dict[str, Any] = {"half_precision": (torch.bfloat16,)}
+_HAND_WRITTEN: dict[str, Any] = {"half_precision": (torch.bfloat16,)}
 _OF_EACH: dict[str, dict[str, Any]] = {
     # A step uses the learning rate that the step before computed.
     "ASGD": {"zero_lr_is_still": False},
@@ -186,7 +186,7 @@ def contract_of(
         "make": make,
         "reference": reference,
         "options": strategies.hyperparameters(cls),
-        **(OF_RULES if by_rule else _ORDINARY),
+        **(OF_RULES if by_rule else _HAND_WRITTEN),
         **_OF_EACH.get(cls.__name__, {}),
         **claims,
     }

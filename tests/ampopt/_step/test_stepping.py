@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import AdamW, Muon
-from ampopt._step.by_rule import RuleStep
 from ampopt._step.handwritten_step import HandwrittenStep
+from ampopt._step.rule_step import RuleStep
 
 
 class KeepsAll(Plain):

@@ -11,8 +11,8 @@ from support.training_loops import INF, both_ways, overflow, scaler_for
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.by_rule import RuleStep
 from ampopt._step.handwritten_step import HandwrittenStep
+from ampopt._step.rule_step import RuleStep
 from ampopt.testing.bits import bits, everything
 
 backend = either_host
