@@ -51,20 +51,17 @@ def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
     return ~extremes.isfinite().all()
 
 
-def accumulate_gradients(work: Work, request: Request, *, host_sees: bool) -> Partials:
+def accumulate_gradients(work: Work, request: Request) -> Partials:
     """Add gradients to sums, as :meth:`Backend.detect` does; see :attr:`Request.accumulate`.
 
     The flags are those of chunks of at most :data:`CHUNK` elements.
     """
-    read = Tensor.item if host_sees else widened
-    inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
+    inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
     h = () if request.found_inf is None else (request.found_inf.reshape(()),)
     flags, rows = [], []
     for place, row, whole in work.present_rows():
         dtype = row.compute_dtype
         for grad, total in _chunks(whole, *row.outputs):
-            if not grad.numel():
-                continue
             unscaled = grad.to(dtype) * _cast(inverse, dtype)
             new, _ = _added(total, unscaled, (), h, row.flags)
             flags.append(_overflow_of(total, unscaled, new, row.flags).any())
@@ -98,7 +95,7 @@ class Eager(Backend):
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each row that has elements."""
         if request.accumulate:
-            return accumulate_gradients(work, request, host_sees=self.host_sees)
+            return accumulate_gradients(work, request)
         scale = request.grad_scale
         inverse = 1.0 if scale is None else reciprocal(widened(scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)

@@ -243,16 +243,40 @@ def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler):
     assert len(seen) == len(compiler.started) == 1
 
 
+def _clip(optimizer: Any) -> None:
+    optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=0.5)
+
+
+def _watch(optimizer: Any) -> None:
+    ampopt.Watch(optimizer)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+
+
+def _overflow(optimizer: Any) -> None:
+    """Under a GradScaler, which finds the gradients unscaled after a step that was skipped."""
+    optimizer.param_groups[0]["params"][0].grad[1] = float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
 @needs_compiler
-def test_a_compiler_that_fails_as_gradients_are_unscaled_leaves_auto_eager(compiler, monkeypatch):
+@pytest.mark.parametrize(
+    "step", [lambda optimizer: optimizer.unscale(grads_scaled_by=2.0), _clip, _watch, _overflow]
+)
+def test_a_compiler_that_fails_in_a_later_step_leaves_auto_eager(step, compiler, monkeypatch):
+    """As on a disk that a checkpoint has filled."""
+    ampopt.set_backend("eager")
+    expected, optimizer = made()
+    step(optimizer)
     ampopt.set_backend("auto")
     trained(1)
     monkeypatch.setattr(gradients, "Library", compiler.library)
     compiler.fails = RuntimeError("no header")
     param, optimizer = made()
     with pytest.warns(RuntimeWarning, match="no header.*staying on the eager"):
-        optimizer.unscale(grads_scaled_by=2.0)
-    assert param.grad is not None and param.grad.tolist() == [0.25, 0.125, -0.5]
+        step(optimizer)
+    assert (bits(param), bits(param.grad)) == (bits(expected), bits(expected.grad))
 
 
 @needs_compiler

@@ -4,7 +4,6 @@ Each pass is one call for all rows of a kind, whatever their number; large rows 
 threads. The host reads a CPU tensor without a synchronization, so a skipped step returns at once.
 """
 
-import functools
 import math
 import warnings
 from array import array
@@ -59,12 +58,17 @@ class Compiled(Backend):
 
     def prepare(self, work: Work, request: Request, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`. Waits for the compiler at the first use of a rule."""
-        table, rule = Table.of(work), None
-        if table.kinds is None:
-            rule = ACCUMULATION if request.accumulate else work.rule
-        unscales = request.write and not self.unscales_in_update(work, request)
-        if rule is not None or unscales:
-            self._try(functools.partial(table.compile, work, rule, unscales=unscales))
+        table, squares = Table.of(work), request.write or request.max_norm is not None
+        step = request.accumulate, squares, request.measure
+        if step in table.prepared:
+            return
+
+        def compiles() -> None:
+            rule = None if table.kinds else ACCUMULATION if request.accumulate else work.rule
+            table.compile(work, rule, squares=squares, measures=request.measure)
+            table.prepared.add(step)
+
+        self._try(compiles)
 
     def _try(self, compiles: Callable[[], None]) -> None:
         """Call ``compiles``.
@@ -87,7 +91,7 @@ class Compiled(Backend):
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
         if request.accumulate:
             if request.found_inf is not None and request.found_inf.item() > 0:  # all are rejected
-                return accumulate_gradients(work, request, host_sees=True)
+                return accumulate_gradients(work, request)
             return self._accumulate(work, request)
         scale = request.grad_scale
         inverse = 1.0 if scale is None else reciprocal(scale.item())
@@ -126,7 +130,7 @@ class Compiled(Backend):
         table, n = Table.of(work), len(work.rows)
         coefficients = 1.0 if request.scale is None else reciprocal(request.scale.item()), 1.0
         overflows = torch.zeros(n, 1, dtype=torch.float64, device="cpu")
-        for rows in table.kinds or ():
+        for rows in table.kinds:
             rows.before_sums(table, coefficients)
             rows.reduce(table, overflows)
             at = overflows.data_ptr()
@@ -143,7 +147,7 @@ class Compiled(Backend):
         table, of_stacks = Table.of(work), zero_sums(work)
         sums = of_rows(work, of_stacks)
         h: list[tuple[float, ...]] = [()] * len(work.rows)
-        for rows in table.kinds or ():
+        for rows in table.kinds:
             if "averages" in rows.kind.roles:
                 rows.before_sums(table, (inverse, clip))
                 rows.sum_lines(table, sums, h)
@@ -159,7 +163,7 @@ class Compiled(Backend):
         if skip > 0:
             return sums
         table = Table.of(work)
-        for rows in table.kinds or ():
+        for rows in table.kinds:
             rows.before_sums(table, (inverse, clip))
             rows.reduce(table, sums)
         return sums
@@ -173,7 +177,7 @@ class Compiled(Backend):
             return
         sums = () if decision.sums is None else tuple(map(Tensor.contiguous, decision.sums))
         table, addresses = Table.of(work), tuple(map(Tensor.data_ptr, sums)) or (None, None)
-        for rows in table.kinds or ():
+        for rows in table.kinds:
             rows.update(table, (inverse, clip), addresses, unscales=decision.unscales)
         if decision.unscales:
             objects.bump_versions(work.present_grads)

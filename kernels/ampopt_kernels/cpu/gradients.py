@@ -70,13 +70,15 @@ class GradientTable:
         self._dtypes, self._rows = (dtype, compute_dtype), rows
         self._at = rows.buffer_info()[0], len(rows) // 2
 
-    def compile(self, *, unscales: bool = False) -> None:
-        """Wait for the compiler, if the test for inf/NaN has not been compiled on this machine.
+    def compile(self, *, squares: bool = False, measures: bool = False) -> None:
+        """Wait for the compiler, if what a step needs has not been compiled on this machine.
 
         Args:
-            unscales: whether to compile :meth:`unscale`, too.
+            squares: whether a step needs :meth:`add_squares` or :meth:`unscale`.
+            measures: whether it needs :meth:`measure`.
         """
-        _functions(self._dtypes[0], _SQUARES if unscales else _TESTS)
+        for level in (_TESTS, *[_SQUARES] * squares, *[_MEASURES] * measures):
+            _functions(self._dtypes[0], level)
 
     def all_finite(self, grads: int, inverse: float, flags: bytearray) -> bool:
         """Whether all gradients are finite once unscaled. Else sets the flags of rows to 1.

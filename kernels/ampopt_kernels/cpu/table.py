@@ -162,7 +162,8 @@ class Table:
 
     Attributes:
         gradients: the rows that have elements, by the dtypes of their gradients.
-        kinds: all rows, by kind; ``None`` until :meth:`compile`.
+        kinds: all rows, by kind; empty until :meth:`compile`.
+        prepared: which steps :meth:`Compiled.prepare` has compiled everything for.
         grads: the addresses of the gradients of this step.
         grads_at: where :attr:`grads` are.
         hyper_at: where the hyperparameters of this step are: float64, one variant after another.
@@ -170,7 +171,8 @@ class Table:
 
     def __init__(self, work: Work) -> None:
         """Take the rows of ``work``, which may have no parameters."""
-        self.kinds: list[KindTable] | None = None
+        self.kinds: list[KindTable] = []
+        self.prepared: set[tuple[bool, ...]] = set()
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], array] = {}
         rows = zip(work.rows, work.grads, work.compute_dtypes, strict=True)
         for place, (row, grad, compute_dtype) in enumerate(rows):
@@ -199,19 +201,20 @@ class Table:
         self.grads_at, self.hyper_at = self.grads.buffer_info()[0], self._hyper.buffer_info()[0]
         self._grads_version = work.grads_version
 
-    def compile(self, work: Work, rule: Rule | None, *, unscales: bool) -> None:
+    def compile(self, work: Work, rule: Rule | None, *, squares: bool, measures: bool) -> None:
         """Compile what a step needs. Waits for the compiler.
 
         Args:
             work: the rows.
             rule: the rule of :attr:`kinds`, which are made; ``None`` to make none.
-            unscales: whether to compile :meth:`GradientTable.unscale`, too.
+            squares: see :meth:`GradientTable.compile`.
+            measures: see :meth:`GradientTable.compile`.
 
         Raises:
             Exception: as :class:`KindTable`.
         """
         for rows in self.gradients:
-            rows.compile(unscales=unscales)
+            rows.compile(squares=squares, measures=measures)
         if rule is None:
             return
         kinds: dict[Any, list[int]] = {}
@@ -233,7 +236,7 @@ class Table:
 
 def _kind(work: Work, rule: Rule, row: ParamRow) -> Kind:
     """The kind of a row of ``work``, on which ``rule`` runs."""
-    kind = Kind(
+    return Kind(
         rule,
         row.flags,
         row.dtypes,
@@ -241,5 +244,5 @@ def _kind(work: Work, rule: Rule, row: ParamRow) -> Kind:
         len(work.hyper[row.variant]) if work.hyper else 0,
         row.rounds,
         row.codecs if row.is_coded else (),
+        len(row.indices.jumps),
     )
-    return kind._replace(jumps=len(row.indices.jumps)) if kind.has_indices else kind
