@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.counted_operations import counted
-from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
+from support.kernel_rows import CHUNK, CPU, Placed, RowPlan, WorkPlan, works
 from support.object_loops import need_object_loops, unavailable_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -172,6 +172,19 @@ def test_tables_are_sent_when_an_address_changed():
     assert table is not first[0]
     assert table.view(2, -1)[1, 0] == moved[1].data_ptr()
     assert chunks is first[1]
+
+
+def test_gradients_that_become_less_aligned_are_read_without_alignment():
+    """A GPU fails if it reads 16 bytes at once at another address."""
+
+    def updates(work):
+        launches = [arguments for name, _, arguments in launched(work) if name == "update_kernel"]
+        return [max(arguments["ROW"].aligns) for arguments in launches]
+
+    work = WorkPlan((row(), row()), rules.sgd, (HYPER,)).build().work
+    assert updates(work) == [16]
+    work.refresh([work.grads[0], Placed.of(work.grads[1], shift=1).tensor], work.hyper)
+    assert sorted(updates(work)) == [1, 16]
 
 
 @pytest.mark.parametrize("in_cpp", [False, True])
