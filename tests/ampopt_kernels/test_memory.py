@@ -31,6 +31,11 @@ def test_overlaps_itself_by_the_definition(tensor):
     assert overlaps_itself(tensor) == (len(set(places(tensor))) < tensor.numel())
 
 
+def test_overlap_of_tensors_of_any_size_is_found_without_a_list_of_their_elements():
+    assert overlaps_itself(torch.ones(1, device="meta").expand(1 << 50))
+    assert not overlaps_itself(torch.ones(1 << 25, 1 << 25, device="meta").T)
+
+
 @hypothesis.settings(max_examples=100)
 @given(one=strided(), other=strided(), half=st.booleans())
 def test_shared_memory_by_the_definition(one, other, half):
