@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.shards import Run, indices_in, runs_at
+from ampopt._step.sharding.shards import Run, indices_in, runs_at, runs_of
 from ampopt.options import STATE_BITS, rounds_stochastically
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
 from ampopt_kernels.rule import MASTER, Rule, State
@@ -181,15 +181,8 @@ def _store(state: dict[str, Any], part: State, values: Tensor, param: Tensor, co
     state[part.name] = dtensor.from_local_like(codes.view(own.shape), param)
     if scales is not None:
         shape = scale_shape(param.shape, codec.block)
-        local = _local_shape(param, shape) if dtensor.is_dtensor(param) else shape
+        local = [*map(_length, runs_of(param, shape))] if dtensor.is_dtensor(param) else shape
         state[scale_key(part.name)] = dtensor.from_local_like(scales.view(local), param, shape)
-
-
-def _local_shape(param: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of this rank's scales of a ``DTensor``."""
-    mesh = param.device_mesh
-    runs = runs_at(shape, mesh.shape, mesh.get_coordinate(), param.placements)
-    return tuple(sum(run.length for run in of_dim) for of_dim in runs)
 
 
 def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor) -> None:
@@ -258,7 +251,7 @@ def _has_whole_blocks(
     for here in itertools.product(*map(range, mesh)):
         runs = runs_at(shape, mesh, here, placements)
         scale_runs = runs_at(of_scales, mesh, here, placements)
-        n, n_scales = map(_size, (runs, scale_runs))
+        n, n_scales = (math.prod(map(_length, each)) for each in (runs, scale_runs))
         if not n and not n_scales:
             continue
         indices, of_blocks = indices_in(shape, runs), indices_in(of_scales, scale_runs)
@@ -273,6 +266,6 @@ def _has_whole_blocks(
     return True
 
 
-def _size(runs: list[list[Run]]) -> int:
-    """The number of elements of a shard."""
-    return math.prod(sum(run.length for run in of_dim) for of_dim in runs)
+def _length(of_dim: Sequence[Run]) -> int:
+    """The length of a shard in one dimension."""
+    return sum(run.length for run in of_dim)

@@ -34,9 +34,11 @@ def covering(meshes: list[Any]) -> Any:
 def groups_of(mesh: Any) -> list[Any]:
     """Process groups which, all-reduced over one after another, reach every rank of ``mesh``.
 
-    One group, unless the mesh has several dimensions without names. May create a process group,
-    which is a collective call.
+    One group, unless the mesh has several dimensions without names; none on a rank outside of the
+    mesh. May create a process group, which is a collective call.
     """
+    if mesh.get_coordinate() is None:
+        return []
     if mesh.ndim == 1:
         return [mesh.get_group()]
     if mesh.size() == torch.distributed.get_world_size():

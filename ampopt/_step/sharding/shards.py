@@ -22,12 +22,17 @@ class Run(NamedTuple):
     length: int
 
 
-def runs_of(tensor: Any) -> list[list[Run]] | None:
-    """The indices of the local shard in each dimension; ``None`` outside of the mesh."""
-    here = tensor.device_mesh.get_coordinate()
-    if here is None:
-        return None
-    return runs_at(tensor.shape, tensor.device_mesh.shape, here, tensor.placements)
+def runs_of(tensor: Any, shape: Sequence[int] | None = None) -> list[list[Run]]:
+    """The indices of the local shard in each dimension. None on a rank outside of the mesh.
+
+    Args:
+        tensor: a ``DTensor``.
+        shape: the shape of another tensor that is sharded as ``tensor``.
+    """
+    own, mesh = tensor.shape if shape is None else shape, tensor.device_mesh
+    if (here := mesh.get_coordinate()) is None:
+        return [[] for _ in own]
+    return runs_at(own, mesh.shape, here, tensor.placements)
 
 
 def runs_at(
@@ -112,9 +117,9 @@ def indices_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Elemen
         local: its local shard, real and dense, as it is stepped.
         contiguous: whether one process would step a contiguous copy.
     """
-    runs = runs_of(param) if is_dtensor(param) else None
-    if runs is None or not local.numel():
+    if not (is_dtensor(param) and local.numel()):
         return ElementIndices()
+    runs = runs_of(param)
     whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     whole = torch.empty_like(whole)  # dense where ``param`` is not
     if contiguous:
@@ -182,7 +187,7 @@ class ShardedMatrix:
             param: a ``DTensor`` of two dimensions or more.
         """
         self.shape = tuple(param.shape)
-        self._runs = runs_of(param) or [[] for _ in param.shape]
+        self._runs = runs_of(param)
 
     def take(self, over: str, factors: Tensor, into: Tensor) -> None:
         """Write to ``into`` the ``factors``, of all ``"rows"`` or ``"columns"``, of local ones."""

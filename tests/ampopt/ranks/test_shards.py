@@ -620,6 +620,31 @@ def test_a_mesh_of_some_ranks_whose_dimensions_have_no_names(four_ranks):
         assert "rank 0: 1.0; rank 1: 2.0" in error
 
 
+def outside_of_the_mesh(name: str, bits_: int, is_told: bool) -> tuple[Any, ...]:
+    """Parameter and states on this rank, after a step of what the mesh of rank 0 alone has."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    mesh, rank = DeviceMesh("cpu", [0]), torch.distributed.get_rank()
+    param: Any = Parameter(placed(torch.ones(64, 128), mesh, [Shard(0)]))
+    group = torch.distributed.group.WORLD if is_told else None
+    optimizer: Any = named(name)([param], lr=0.25, state_bits=bits_, process_group=group)
+    optimizer.initialize_states()
+    if rank == 0:
+        param.grad = torch.ones_like(param)
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    states = [dtensor.local(state).numel() for state in optimizer.state[param].values()]
+    return result.skipped, dtensor.local(param.detach()).flatten()[:1].tolist(), states
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("name, bits_", [("AdamW", 32), ("AdamW", 8), ("Adafactor", 32)])
+def test_a_rank_outside_of_the_mesh_has_nothing_to_step(two_ranks, name, bits_, is_told):
+    (skipped, values, states), outside = two_ranks.run(outside_of_the_mesh, name, bits_, is_told)
+    assert not skipped and values[0] < 1.0 and min(states) > 0
+    assert outside[:2] == (False, []) and max(outside[2]) <= 1  # the step count, and a key
+
+
 def clipped(bits_of_master: int) -> tuple[list[float], list[float]]:
     """The masters' values after a step whose unscaled gradients were clipped; and as expected."""
     from torch.distributed.tensor import Shard
