@@ -48,6 +48,7 @@ LEAST = 1 << 13
 CODES = (torch.int8, torch.uint8)
 """The dtypes of codes whose blocks have scales."""
 
+_MASTER = State(MASTER)
 _PARAMS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -65,7 +66,7 @@ def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[s
     """
     coded_names = {
         part.name
-        for part in (State(MASTER), *parts)
+        for part in (_MASTER, *parts)
         if isinstance(state.get(part.name), Tensor) and has_codes(state, part)
     }
     return {codes_key(name) if name in coded_names else name: x for name, x in state.items()}
