@@ -170,8 +170,7 @@ class Masters(RefersToOptimizer):
 
     def copy_gradients(self, with_grads: list[gradients.ParamWithGrad]) -> None:
         """Copy the gradients of parameters that have masters to the masters."""
-        if self.read_early is not None:
-            self.warn_of_early_reading()
+        self.warn_of_early_reading()
         self._copy(with_grads, self._with_masters_in_place(with_grads))
 
     def _with_masters_in_place(
@@ -229,10 +228,10 @@ class Masters(RefersToOptimizer):
         groups, states, agreement = optimizer.param_groups, optimizer.state, ours.agreement()
         write = write and request.scale is not None
         edits = write or request.max_norm is not None
-        if write and self.read_early is not None:
+        if write:
             self.warn_of_early_reading()
-        if write and self.holders:  # an earlier evaluation of a closure has unscaled
-            self.drop_gradients()
+            if self.holders:  # an earlier evaluation of a closure has unscaled
+                self.drop_gradients()
         rows = self._rows.get(write)
         if rows is not None and rows.take_gradients(groups, agreement, states, are_written=edits):
             if rows.holders is not rows.present:
@@ -322,14 +321,14 @@ class Masters(RefersToOptimizer):
                 return
 
     def warn_of_early_reading(self) -> None:
-        """Warn once that a user has read the masters when they had no gradients yet.
+        """Warn once if a user has read the masters when they had no gradients yet.
 
         No warning if a backward pass has computed other gradients since, as when weights are
         averaged after a step.
         """
-        early, self.read_early = self.read_early, None
-        assert early is not None
-        grad = early.param.grad
+        if (early := self.read_early) is None:
+            return
+        self.read_early, grad = None, early.param.grad
         if grad is None or grad is not early.grad() or version(grad) != early.version:
             return
         self._warned_of_reading = True

@@ -82,7 +82,8 @@ class RankSums:
     """Adds up, by one all-reduce, the sums of a rule (such as LAMB's norms) over ranks.
 
     The sums of each ``DTensor`` are added up over its shards. The sums of a plain tensor stay
-    those of this rank. Both are added to the totals, as to the norm: a copy on several ranks once.
+    those of this rank. The totals have both; like the norm, they count a tensor of which several
+    ranks have copies once.
     """
 
     def __init__(

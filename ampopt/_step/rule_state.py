@@ -29,9 +29,9 @@ _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_complete(param: Tensor, state: Any, variant: Variant) -> bool:
-    """Whether a step can use ``state`` of ``param`` as it is: there, and as it would be made.
+    """Whether a quick look shows that ``state`` of ``param`` needs nothing made or converted.
 
-    ``False`` also if that takes a longer look, as with options, entries of a user's own, or a
+    ``False`` also where a quick look cannot tell: with options, entries of a user's own, or a
     parameter that is not contiguous, or lazily negated.
     """
     n, dtype = len(variant.state_keys), param.dtype

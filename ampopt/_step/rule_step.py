@@ -100,7 +100,7 @@ class RuleRunner(RefersToOptimizer):
         """
         if self.masters.holders:
             self.masters.check_unedited()
-        elif self.masters.read_early is not None:
+        else:
             self.masters.warn_of_early_reading()
         self.decision = None  # hooks in torch's own step must not read the last one
         plan, optimizer = self.plan, self.optimizer

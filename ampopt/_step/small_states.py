@@ -84,8 +84,9 @@ def codecs_of(
 ) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state of ``param``; ``None`` for full precision.
 
-    Parameters that are not :func:`is_large`, and float64 and complex ones have no codecs; but
-    those that are rounded stochastically have states that are, of 16 bits at most.
+    Small parameters (see :func:`is_large`), float64 and complex ones have no codecs. One exception:
+    a parameter of any size that is rounded stochastically has states of 16 bits at most, which are
+    rounded stochastically too.
     """
     bits = STATE_BITS.of(group)
     if not is_large(param) or param.dtype not in _PARAMS:

@@ -35,7 +35,7 @@ def drop_in_collections(keeper: _Keeper) -> None:
 
 def _drop_stale(phase: str, info: dict[str, Any]) -> None:
     """Called by Python when a collection starts and when it is over."""
-    # In Python, to read tensors may call functions of a user's own.
+    # Without the loops, to read tensors may call functions of a user's own.
     if phase == "start" and info["generation"] == _OLDEST and objects.loops.loaded is not None:
         for keeper in list(_keepers):
             keeper.drop_stale()

@@ -51,7 +51,7 @@ def waited_for(part: Any) -> Tensor:
 
 
 def local_of_each(tensors: list[Any]) -> list[Any]:
-    """:func:`local` of hundreds, in no Python for each; of ``None`` that is ``None``."""
+    """:func:`local` of each tensor, and ``None`` for each ``None``; fast for hundreds."""
     if _THERE.issuperset(map(type, tensors)):
         return tensors
     parts = list(map(getattr, tensors, repeat(LOCAL_TENSOR), tensors))
