@@ -47,7 +47,7 @@ class Net(nn.Module):
         return self.norm(self.layer(x))
 
 
-def torchs(model: nn.Module, decay: float | None, **options: bool) -> AveragedModel:
+def torchs(model: nn.Module, decay: float | None, **options: Any) -> AveragedModel:
     multi_avg_fn = None if decay is None else get_ema_multi_avg_fn(decay)
     return AveragedModel(model, multi_avg_fn=multi_avg_fn, **options)
 

@@ -1,6 +1,8 @@
 """Several optimizers under one decision: all of them step, or none."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -392,6 +394,25 @@ def test_a_call_without_any_gradients_changes_nothing():
     assert ampopt.unscale_and_step([ampopt.SGD([{"params": []}])], 2.0).found_inf == 0
 
 
+def test_sums_without_any_gradient_change_nothing():
+    optimizers, params = made([ampopt.SGD, Plain])
+    before = all_of(optimizers)
+    for optimizer in optimizers:
+        optimizer.accumulate(grads_scaled_by=2.0)
+    assert ampopt.unscale_and_step(optimizers, grads_scaled_by=2.0).found_inf == 0
+    assert all_of(optimizers) == before
+
+
+def test_optimizers_that_are_no_longer_used_are_not_kept_in_memory():
+    optimizers, params = made([ampopt.SGD, ampopt.Adam])
+    give(params, [(1.0, 2.0)] * 4)
+    ampopt.unscale_and_step(optimizers, grads_scaled_by=1.0)
+    kept = [weakref.ref(value) for value in (*optimizers, *params)]
+    del optimizers[0], params[:2]  # `optimizers` has the other one still
+    gc.collect()
+    assert [reference() is None for reference in kept] == [True, False, True, True, False, False]
+
+
 def test_hooks_and_schedulers_see_every_attempt():
     optimizers, params = made([ampopt.SGD, Plain, HostCounted])
     calls: list[str] = []
@@ -479,6 +500,14 @@ def integers(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
     return optimizers
 
 
+def in_eval_mode(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    param = Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    averaging = ampopt.ScheduleFreeAdamW([param])
+    averaging.eval()
+    return [*optimizers, averaging]
+
+
 def with_extra(cls: Any) -> Callable[..., list[Any]]:
     return lambda optimizers, params: [*optimizers, cls([Parameter(torch.ones(2))])]
 
@@ -513,6 +542,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "negated": (negated, RuntimeError, "is a lazily negated view, whose memory has other values"),
     "conjugated": (conjugated, RuntimeError, "is a lazily conjugated view"),
     "integers": (integers, TypeError, "is torch.int32"),
+    "eval mode": (in_eval_mode, RuntimeError, r"call train\(\)"),
 }
 
 
