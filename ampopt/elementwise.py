@@ -315,24 +315,26 @@ class ElementwiseOptimizer(Optimizer):
         Codes of 8 bits are saved as ``exp_avg_codes`` and the like, and the low bits of a 24-bit
         master as ``master_param_codes``, so that no other program takes them for values.
 
-        A parameter may have a master, but not yet the states of its rule. Then, if the master
-        equals the parameter, nothing is saved for this parameter (the comparison synchronizes);
-        otherwise the master is saved with the initial values of the states, because torch expects a
-        parameter to have all of its states, or none.
+        A parameter may have a master, or states of :meth:`run_rule`, but not yet the states of its
+        rule. Then they are saved with the initial values of the rule's states, because torch
+        expects a parameter to have all of its states, or none. A master alone that equals the
+        parameter is not saved (the comparison synchronizes).
         """
         state_dict, runner = super().state_dict(), self._ampopt.runner
         states = state_dict["state"]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], saved_group["params"], strict=True):
-                if states.get(key, {}).keys() != {MASTER}:
+                state = states.get(key)
+                if not isinstance(state, dict) or not state:
                     continue
                 declared = DeclaredStates.of(self.rule, group, param)
-                if not (declared.tensors or declared.scalars):
+                parts = (*declared.tensors, *declared.scalars)
+                if all(state.get(part.name) is not None for part in parts):
                     continue
-                if _is_as_made(states[key][MASTER], param):
+                if state.keys() == {MASTER} and _is_as_made(state[MASTER], param):
                     del states[key]
                 else:
-                    states[key] = states[key].copy()
+                    states[key] = state.copy()
                     complete(declared, states[key])
         parts = (*self.rule.state, *runner.second_states)
         for key, state in states.items():
@@ -349,12 +351,12 @@ class ElementwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
         states = state["state"]
-        # torch's optimizers take a state with any entry, here the master alone, to be complete.
-        alone = {p: s for p, s in states.items() if isinstance(s, dict) and s.keys() == {MASTER}}
-        for param in alone:
+        # torch's optimizers take a state with any entry, such as a master alone, to be complete.
+        unstepped = {p: s for p, s in states.items() if isinstance(s, dict) and "step" not in s}
+        for param in unstepped:
             del states[param]
         super().__setstate__(state)
-        self.state.update(alone)
+        self.state.update(unstepped)
 
 
 def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

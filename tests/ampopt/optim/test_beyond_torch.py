@@ -3,6 +3,7 @@
 Those are the ones that torch lacks, and Adafactor, whose rule has other operations than torch's.
 """
 
+import copy
 import inspect
 import re
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits
 from ampopt_kernels import State
+from ampopt_kernels.rules import sophia_hessian
 
 STEPS = 300
 SHAPES = ((3, 5), ())
@@ -260,6 +262,23 @@ def test_a_second_rule_works_on_masters():
     torch.testing.assert_close(state["hessian"], torch.full((3,), 0.01))
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert state["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Sophia])
+def test_states_of_a_second_rule_are_saved_and_copied_before_the_first_step(cls):
+    optimizer, loaded = (cls([Parameter(torch.ones(3))]) for _ in range(2))
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.full((3,), 2.0)
+    optimizer.run_rule(sophia_hessian)
+    loaded.load_state_dict(optimizer.state_dict())
+    after = []
+    for each in (optimizer, loaded, copy.deepcopy(optimizer)):
+        (param,) = each.param_groups[0]["params"]
+        param.grad = torch.ones(3)
+        each.step()
+        assert each.state[param]["hessian"].all()
+        after.append((bits(param), bits(dict(each.state[param]))))
+    assert after[0] == after[1] == after[2]
 
 
 def test_a_schedule_free_optimizer_does_not_step_with_gradients_of_an_average():
