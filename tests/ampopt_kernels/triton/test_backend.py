@@ -121,20 +121,24 @@ def test_detect_is_not_launched_without_a_check():
     assert kernels == ["control_kernel", "update_kernel"]
 
 
-def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(monkeypatch):
-    """Otherwise control would already have counted the step, and changed the scale."""
-    others = []
+@pytest.mark.parametrize(
+    ("kernel", "write"),
+    [("update_kernel", False), ("control_kernel", True), ("detect_kernel", True)],
+)
+def test_a_kernel_that_cannot_be_compiled_fails_before_anything_changes(kernel, write, monkeypatch):
+    """Else control would have counted the step, or detect have stored unscaled gradients."""
+    launches = []
 
     def launch(device, variant, programs, arguments):
-        if variant.name == "update_kernel":
+        if variant.name == kernel:
             raise RuntimeError("the compiler failed")
-        others.append(variant)
+        launches.append(programs)
 
     monkeypatch.setattr(triton_backend, "launch", launch)
     work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
     with pytest.raises(RuntimeError, match="the compiler failed"):
-        run(lambda _: Triton(), [work], Request())
-    assert not others
+        run(lambda _: Triton(), [work], Request(scale=torch.ones(()), write=write))
+    assert not any(launches)
 
 
 def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
