@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import stat
 import time
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_machines_that_differ_have_libraries_of_their_own(own_cache, starts, mon
     assert Library(SOURCE)._path == here._path
 
 
-def test_processors_of_one_name_with_other_features_are_told_apart(tmp_path, monkeypatch):
+def test_processors_of_one_name_with_other_features_are_told_apart(tmp_path):
     """Code for AVX-512 would crash in a virtual machine that lacks the instructions."""
     files = []
     for features in ("avx2 f16c", "avx2 f16c avx512f"):
@@ -205,6 +206,12 @@ def test_processors_of_one_name_with_other_features_are_told_apart(tmp_path, mon
     machines = [build._processor.__wrapped__(file) for file in files]
     assert machines[0] != machines[1]
     assert not any("MHz" in line for machine in machines for line in machine)
+
+
+def test_machines_that_hide_their_processors_are_told_apart_by_name(tmp_path):
+    (tmp_path / "empty").touch()
+    for file in (tmp_path / "empty", tmp_path / "absent"):
+        assert build._processor.__wrapped__(file) == (platform.node(),)
 
 
 # --- CXX -----------------------------------------------------------------------------------------
