@@ -83,13 +83,15 @@ def _is_private_group(entry: Path, status: os.stat_result) -> bool:
         return False
     try:
         owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
+        # The list of a group's members lacks the users whose primary group it is.
+        members = {*group.gr_mem, *(x.pw_name for x in pwd.getpwall() if x.pw_gid == group.gr_gid)}
         lists = os.listxattr(entry) if hasattr(os, "listxattr") else []
     except (KeyError, OSError):
         return False
     return (
         owner.pw_gid == group.gr_gid
         and owner.pw_name == group.gr_name
-        and set(group.gr_mem) <= {owner.pw_name}
+        and members <= {owner.pw_name}
         and "system.posix_acl_access" not in lists
     )
 

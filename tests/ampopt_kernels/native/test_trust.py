@@ -107,16 +107,20 @@ def test_links_that_lead_in_a_circle_and_what_is_not_there_are_errors(file, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "members", "lists", "trusted"),
+    ("name", "members", "users", "lists", "trusted"),
     [
-        ("me", [], [], True),
-        ("me", ["me"], [], True),
-        ("me", ["me", "you"], [], False),
-        ("staff", [], [], False),
-        ("me", [], ["system.posix_acl_access"], False),
+        ("me", [], {"me": OTHER, "you": OTHER + 1}, [], True),
+        ("me", ["me"], {"me": OTHER}, [], True),
+        ("me", ["me", "you"], {"me": OTHER}, [], False),
+        ("me", [], {"me": OTHER, "you": OTHER}, [], False),  # the primary group of both
+        ("me", [], {"me": OTHER + 1}, [], False),
+        ("staff", [], {"me": OTHER}, [], False),
+        ("me", [], {"me": OTHER}, ["system.posix_acl_access"], False),
     ],
 )
-def test_a_group_with_its_owner_alone_may_write(file, name, members, lists, trusted, monkeypatch):
+def test_a_group_with_its_owner_alone_may_write(
+    file, name, members, users, lists, trusted, monkeypatch
+):
     import grp
     import pwd
 
@@ -125,10 +129,11 @@ def test_a_group_with_its_owner_alone_may_write(file, name, members, lists, trus
         return SimpleNamespace(st_mode=result.st_mode, st_uid=result.st_uid, st_gid=OTHER)
 
     status_of = os.lstat
-    user = SimpleNamespace(pw_name="me", pw_gid=OTHER)
+    everybody = [SimpleNamespace(pw_name=user, pw_gid=gid) for user, gid in users.items()]
     group = SimpleNamespace(gr_name=name, gr_gid=OTHER, gr_mem=members)
     monkeypatch.setattr(os, "lstat", status)
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: everybody[0])
+    monkeypatch.setattr(pwd, "getpwall", lambda: everybody)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     monkeypatch.setattr(os, "listxattr", lambda path: lists, raising=False)
     file.parent.chmod(0o775)
