@@ -257,10 +257,9 @@ def _complete(optimizer: Any, cls: type) -> None:
     """
     for name in HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
-    if isinstance(optimizer._ampopt, ExtendedStep):
-        skip_by = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
-        has_group = "process_group" in (*vars(optimizer), *dir(cls))
-        optimizer._ampopt.names_of_theirs = frozenset(
-            ["skip_by"] * (skip_by not in SKIP_BY) + ["process_group"] * has_group
-        )
+    skip_by = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
+    has_group = "process_group" in (*vars(optimizer), *dir(cls))
+    optimizer._ampopt.names_of_theirs = frozenset(
+        ["skip_by"] * (skip_by not in SKIP_BY) + ["process_group"] * has_group
+    )
     put_step_hooks(optimizer)  # torch wraps the step of a class when it makes the first instance

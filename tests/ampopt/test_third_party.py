@@ -681,8 +681,17 @@ def test_patching_returns_the_optimizer_and_leaves_ampopts_alone():
     optimizer = Sign(some_params())
     assert patch_optimizer(optimizer) is optimizer is patch_optimizer(optimizer)
     assert isinstance(optimizer, ampopt.Optimizer) and type(optimizer) is extend(Sign)
-    ours = Plain(some_params())
+    ours: Any = Plain(some_params())
+    ours.step, ours.skip_by = ours.step, "step"  # as a program may set it, to count steps
+    before = dict(vars(ours))
     assert patch_optimizer(ours) is ours and type(ours) is Plain
+    assert vars(ours) == before
+
+
+def test_a_param_group_of_an_extended_optimizer_is_checked():
+    optimizer = extend(Sign)(some_params())
+    with pytest.raises(TypeError, match="replicated of a param group must be True or False"):
+        optimizer.add_param_group({"params": some_params(), "replicated": "yes"})
 
 
 @pytest.mark.parametrize("thing", [Sign, 3, torch.nn.Linear(1, 1)])
