@@ -230,7 +230,7 @@ class IdentityGuard:
         for index, (container, n) in enumerate(zip(self._containers, self._sizes, strict=True)):
             end = at + (n if index < self._n_lists else 2 * max(n, ~n))
             before, now = self._members[at:end], container
-            if index >= self._n_lists and n < 0:
+            if n < 0:
                 now = list(chain.from_iterable(container.items()))
             elif index >= self._n_lists:
                 before, now = before[1::2], list(map(container.get, before[::2]))
