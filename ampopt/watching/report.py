@@ -144,15 +144,16 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
 
 def _of_runs(numbers: dict[str, Any]) -> list[str]:
     """The overflows in a row up to now, or else the longest run of them among the last steps."""
-    runs, now = _runs(numbers), _run_now(numbers)
-    run = now or max(runs, key=len, default=[])
-    if len(run) <= 1:
+    n, longest = _run_now(numbers), max(_runs(numbers), key=len, default=[])
+    if n == 0 and len(longest) > 1:
+        first, last = longest[0]["step"], longest[-1]["step"]
+        return [
+            f"The longest run of overflows is {len(longest)} steps long, from {first} to {last}."
+        ]
+    if n <= 1:
         return []
-    first, last = run[0]["step"], run[-1]["step"]
-    if not now:
-        return [f"The longest run of overflows is {len(run)} steps long, from {first} to {last}."]
-    earlier = " or earlier" if first == numbers["recent"][0]["step"] > 1 else ""
-    sentence = f"All steps from step {first}{earlier} on have overflowed, {len(run)} in a row."
+    first = numbers["steps"] - n + 1
+    sentence = f"All steps from step {first} on have overflowed, {n} in a row."
     if not _has_collapsed(numbers):
         return [sentence]
     return [
@@ -166,15 +167,20 @@ def _runs(numbers: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [list(run) for is_run, run in groupby(numbers["recent"], has_overflowed) if is_run]
 
 
-def _run_now(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """The overflows in a row up to now."""
+def _run_now(numbers: dict[str, Any]) -> int:
+    """The number of overflows in a row up to now."""
     runs = _runs(numbers)
-    return runs[-1] if runs and runs[-1][-1]["step"] == numbers["steps"] else []
+    if not runs or runs[-1][-1]["step"] != numbers["steps"]:
+        return 0
+    if len(runs[-1]) < len(numbers["recent"]):
+        return len(runs[-1])
+    # The run may have begun before the last steps that a watch keeps.
+    return min(numbers["skips_in_a_row"], numbers["skipped_by"]["overflow"])
 
 
 def _has_collapsed(numbers: dict[str, Any]) -> bool:
     """Whether so many steps in a row have overflowed that the run no longer trains."""
-    return len(_run_now(numbers)) >= COLLAPSE
+    return _run_now(numbers) >= COLLAPSE
 
 
 def _are_overflows_of_the_loss(recent: Sequence[Mapping[str, Any]]) -> bool:

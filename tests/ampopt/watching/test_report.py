@@ -16,15 +16,16 @@ def reported(norms: list[float], **options: Any) -> str:
     """The report after gradients with these values; the parameter has one element."""
     weight = Parameter(torch.ones(1, dtype=options.pop("dtype", torch.float32)))
     optimizer = ampopt.SGD([("weight", weight)], lr=options.pop("lr", 0.0))
-    watch = ampopt.Watch(optimizer)
+    watch = ampopt.Watch(optimizer, options.pop("last", 1000))
     for norm, loss in zip(norms, options.get("losses", [None] * len(norms)), strict=True):
         weight.grad = torch.full_like(weight, norm)
         optimizer.unscale_and_step(grads_scaled_by=options.get("scale", 2.0), loss=loss)
     return watch.report()
 
 
-def test_a_report_says_since_when_steps_overflow_in_a_row():
-    now = reported([1.0] * 4 + [INF, 1.0] + [INF] * 12)
+@pytest.mark.parametrize("last", [3, 1000])
+def test_a_report_says_since_when_steps_overflow_in_a_row(last):
+    now = reported([1.0] * 4 + [INF, 1.0] + [INF] * 12, last=last)
     assert "All steps from step 7 on have overflowed, 12 in a row." in now
     assert "resume from a checkpoint older than step 7" in now
     assert "A few overflows are normal" not in now and "first_nonfinite" in now
