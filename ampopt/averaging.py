@@ -164,7 +164,7 @@ class SkipAwareAverage(AveragedModel):
         self, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each average, its value, and the new average that the caller's function returns."""
-        count = self.n_averaged
+        count = self.n_averaged.clamp(min=1)  # torch does not average, and so pass 0, at first
         if self.avg_fn is not None:
             for average, value in pairs:
                 new = self.avg_fn(average, value, _on(average, count)).to(average.dtype)

@@ -232,10 +232,15 @@ def halved(averages: Any, values: Any, n_averaged: Any) -> None:
     torch._foreach_lerp_(averages, values, 0.5)  # pyright: ignore
 
 
+def divided(average: Any, value: Any, n_averaged: Any) -> Any:
+    return torch.lerp(average, value, 1 / int(n_averaged))  # which cannot be 0
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "buffers": {"use_buffers": True},
     "buffers, decay": {"use_buffers": True, "decay": 0.75},
     "avg_fn": {"avg_fn": doubled},
+    "avg_fn, which divides": {"avg_fn": divided},
     "multi_avg_fn": {"multi_avg_fn": halved, "device": "cpu"},
     "avg_fn, buffers": {"avg_fn": doubled, "use_buffers": True},
 }
