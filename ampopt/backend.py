@@ -6,6 +6,7 @@ import os
 import torch
 
 from ampopt._step.torch_private import records_operators
+from ampopt._warnings import warn_user
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
@@ -165,7 +166,7 @@ def _has_compiler() -> bool:
 @functools.cache
 def _compiled(name: str) -> Compiled:
     """The compiled backend, if ``name`` is chosen; one object for each name."""
-    return Compiled(falls_back=name == "auto")
+    return Compiled(warn=warn_user if name == "auto" else None)
 
 
 @functools.cache

@@ -241,6 +241,7 @@ def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler):
         for _ in range(3):
             other.step()
     assert len(seen) == len(compiler.started) == 1
+    assert seen[0].filename == __file__  # and not a file of the backend
 
 
 def _clip(optimizer: Any) -> None:

@@ -5,7 +5,6 @@ threads. The host reads a CPU tensor without a synchronization, so a skipped ste
 """
 
 import math
-import warnings
 from array import array
 from collections.abc import Callable
 
@@ -41,15 +40,15 @@ class Compiled(Backend):
     name = "compiled"
     host_sees = True
 
-    def __init__(self, *, falls_back: bool = False) -> None:
+    def __init__(self, *, warn: Callable[[str, type[Warning]], None] | None = None) -> None:
         """Compile what every step needs.
 
         Args:
-            falls_back: whether to warn if something cannot be compiled, and set
-                :attr:`can_compile` to false; else that is an error.
+            warn: is called with a message if something cannot be compiled, and
+                :attr:`can_compile` becomes false; ``None`` to raise an error.
         """
         objects.loops.want()
-        self._falls_back = falls_back
+        self._warn = warn
         self._try(GradientTable(torch.float32, torch.float32, array("q")).compile)
 
     def unscales_in_update(self, work: Work, request: Request) -> bool:
@@ -79,13 +78,13 @@ class Compiled(Backend):
         try:
             compiles()
         except Exception as error:
-            if not self._falls_back:
+            if self._warn is None:
                 raise RuntimeError(f"the compiled backend {_needed(error)}") from error
             self.can_compile = False  # the compiler would fail for the next rule too
             message = str(error)
             if not isinstance(error, CacheError):
                 message = f"compiling a rule failed, {type(error).__name__}: {error}"
-            warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
+            self._warn(f"{message}; staying on the eager backend", RuntimeWarning)
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. The chunks are the rows of ``work``."""
