@@ -321,11 +321,15 @@ class ElementwiseOptimizer(Optimizer):
         parameter is not saved (the comparison synchronizes).
         """
         state_dict, runner = super().state_dict(), self._ampopt.runner
-        states = state_dict["state"]
+        states, every = state_dict["state"], (*self.rule.state, *self.rule.scalar_state)
+        always = [part.name for part in every if part.when is None]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], saved_group["params"], strict=True):
                 state = states.get(key)
                 if not isinstance(state, dict) or not state:
+                    continue
+                has_all = all(state.get(name) is not None for name in always)
+                if has_all and state.keys() != {MASTER}:
                     continue
                 declared = DeclaredStates.of(self.rule, group, param)
                 parts = (*declared.tensors, *declared.scalars)
