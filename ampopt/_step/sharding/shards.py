@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 def runs_of(tensor: Any, shape: Sequence[int] | None = None) -> list[list[Run]]:
-    """The indices of the local shard in each dimension. None on a rank outside of the mesh.
+    """The indices of the local shard in each dimension; empty lists on a rank outside of the mesh.
 
     Args:
         tensor: a ``DTensor``.
