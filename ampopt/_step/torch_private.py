@@ -339,12 +339,14 @@ def replicas_of_fsdp1(module: Any) -> Any:
 
 
 def count_of_groups() -> int:
-    """The number of process groups that this rank is in.
+    """The number of process groups that this rank is in; from torch 2.15 on, that it has made.
 
     Torch names a group that is made with ``use_local_synchronization`` by it. Gone: see what the
     name is made of, and that ranks which are in different groups get the same one.
     """
-    return len(torch.distributed.distributed_c10d._world.pg_names)
+    c10d: Any = torch.distributed.distributed_c10d
+    counts_made = "group_count" in c10d._hash_ranks_to_str.__code__.co_names
+    return c10d._world.group_count if counts_made else len(c10d._world.pg_names)
 
 
 def root_of(mesh: Any) -> Any:
