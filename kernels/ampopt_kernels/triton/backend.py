@@ -44,6 +44,8 @@ class Triton(Backend):
         """
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
+        # By kind, as rows of gradients alone, and so their tables, may be new in every call.
+        self._prepared_decisions: set[Any] = set()
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # C++ that reads hundreds of addresses in one call
 
@@ -57,7 +59,7 @@ class Triton(Backend):
     def _prepare_update(self, work: Work, *, decides: bool) -> None:
         """Compile what follows control."""
         table = Table.of(work)
-        if decides in table.prepared:
+        if decides in table.prepared_updates:
             return
         h = _h_table(work, to_reduce=True)  # uninitialized, as nothing reads it
         decision, compiling = Decision(found_inf=h, coefficients=h, h=h), self._compiling()
@@ -69,7 +71,7 @@ class Triton(Backend):
             sums = compiling.reduce(work, decision)
             decision = replace(decision, sums=Sums(sums, sums.new_empty(sums.shape[1])))
         compiling.update(work, decision)
-        table.prepared.add(decides)
+        table.prepared_updates.add(decides)
 
     def _prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
         """Compile detect, and control if it is called with this work."""
@@ -77,13 +79,16 @@ class Triton(Backend):
         tensors = (request.scale, request.found_inf, request.scheduled_by, request.loss)
         statistics = (check.statistics for check in request.checks(work.device))
         kind = (
-            *(decides, work.float64, request.max_norm is None),
+            *(work.device, decides, table.columns, work.float64),
+            *((group.like.kind, group.align) for group in table.launches),
+            request.max_norm is None,
             *(request.accumulate, request.write, request.unscaled, request.measure),
             *(request.check, request.drop, request.policy is None, request.agree is None),
             *(None if tensor is None else tensor.dtype for tensor in tensors),
-            *(None if tensor is None else tensor.numel() for tensor in statistics),
+            tuple(None if tensor is None else tensor.numel() for tensor in statistics),
+            work.rule and (work.rule, table.flag_sets, work.scalar_dtypes, len(work.hyper[0])),
         )
-        if kind in table.prepared:
+        if kind in self._prepared_decisions:
             return
         compiling = self._compiling()
         partials = compiling.detect(work, request)
@@ -91,7 +96,7 @@ class Triton(Backend):
             if request.agree is not None and request.check:  # the flag of the ranks includes it
                 request = replace(request, found_inf=None)
             compiling.control(work, request, partials)
-        table.prepared.add(kind)
+        self._prepared_decisions.add(kind)
 
     def _compiling(self) -> "Triton":
         """This backend, which compiles kernels in place of launching them."""

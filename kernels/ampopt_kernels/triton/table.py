@@ -132,7 +132,8 @@ class Table:
         grads_version: ``Work.grads_version`` of the gradients in the table.
         tiles: the :class:`~ampopt_kernels.triton.row_column_sums.Tiles` of matrices; ``None`` until
             they are needed.
-        prepared: which launches ``Triton.prepare`` has compiled.
+        prepared_updates: whether the work decides, for each way in which ``Triton.prepare`` has
+            compiled what follows control.
         variants: what :class:`~ampopt_kernels.triton.launch.Variant` each launch has, by kind of
             pass; see ``passes.py`` and ``control.py``.
     """
@@ -152,7 +153,7 @@ class Table:
     aligned: list[bool]
     grads_version: int
     tiles: Any = None
-    prepared: set[Any] = field(default_factory=set)
+    prepared_updates: set[bool] = field(default_factory=set)
     variants: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -159,6 +159,17 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
     assert updates[0][1] == updates[2][1] == updates[4][1]
 
 
+def test_kernels_for_gradients_alone_are_compiled_beforehand_once(monkeypatch):
+    """Some calls make such rows anew each time: ``accumulate`` of shards, for one."""
+    compiled = []
+    monkeypatch.setattr(triton_backend, "launch", lambda _, variant, *__: compiled.append(variant))
+    backend = Triton()
+    for _ in range(2):
+        work = Work(CPU, [ParamRow(torch.float32)], [torch.ones(4)])
+        backend.prepare(work, Request(write=True), decides=True)
+    assert [variant.name for variant in compiled] == ["detect_kernel", "control_kernel"]
+
+
 def test_tables_are_sent_when_an_address_changed():
     built = WorkPlan((row(), row()), rules.sgd, (HYPER,)).build()
     work = built.work
