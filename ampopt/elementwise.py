@@ -328,14 +328,13 @@ class ElementwiseOptimizer(Optimizer):
                 state = states.get(key)
                 if not isinstance(state, dict) or not state:
                     continue
-                has_all = all(state.get(name) is not None for name in always)
-                if has_all and state.keys() != {MASTER}:
+                is_alone = state.keys() == {MASTER}
+                if not is_alone and all(state.get(name) is not None for name in always):
                     continue
                 declared = DeclaredStates.of(self.rule, group, param)
-                parts = (*declared.tensors, *declared.scalars)
-                if all(state.get(part.name) is not None for part in parts):
+                if not (declared.tensors or declared.scalars):
                     continue
-                if state.keys() == {MASTER} and _is_as_made(state[MASTER], param):
+                if is_alone and _is_as_made(state[MASTER], param):
                     del states[key]
                 else:
                     states[key] = state.copy()

@@ -80,8 +80,6 @@ class Masters(RefersToOptimizer):
     Attributes:
         holders: the tensors that have unscaled gradients now, masters or float32 copies of 24-bit
             masters, by the ``id`` of the parameter; empty between a step and the next unscale.
-        read_early: a gradient that was there when a user read masters without gradients; else
-            ``None``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, makes_masters: bool = True) -> None:
@@ -96,7 +94,7 @@ class Masters(RefersToOptimizer):
         self._makes_masters = makes_masters
         self.holders: dict[int, Tensor] = {}
         self._at_unscale = _NONE
-        self.read_early: _GradAtRead | None = None
+        self._read_early: _GradAtRead | None = None
         self._warned_of_reading = False
         self._rows: dict[bool, GradientRows | None] = {}  # by whether they are unscaled
         self._uploads: dict[torch.device, Uploads] = {}
@@ -273,7 +271,7 @@ class Masters(RefersToOptimizer):
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
-        self.read_early = None
+        self._read_early = None
         for holder in self.holders.values():
             holder.grad = None
         self.holders, self._at_unscale = {}, _NONE
@@ -317,7 +315,7 @@ class Masters(RefersToOptimizer):
         for index, param in gradients.present(self.optimizer.param_groups):
             if self.needs(self.optimizer.param_groups[index], param):
                 grad: Any = param.grad
-                self.read_early = _GradAtRead(param, weakref.ref(grad), version(grad))
+                self._read_early = _GradAtRead(param, weakref.ref(grad), version(grad))
                 return
 
     def warn_of_early_reading(self) -> None:
@@ -326,9 +324,9 @@ class Masters(RefersToOptimizer):
         No warning if a backward pass has computed other gradients since, as when weights are
         averaged after a step.
         """
-        if (early := self.read_early) is None:
+        if (early := self._read_early) is None:
             return
-        self.read_early, grad = None, early.param.grad
+        self._read_early, grad = None, early.param.grad
         if grad is None or grad is not early.grad() or version(grad) != early.version:
             return
         self._warned_of_reading = True

@@ -102,10 +102,8 @@ class RuleRows:
             grad_dtype = p.absent if values is None else values.dtype
             assert grad_dtype is not None
             if p.declared is None or is_complete(param, state, p.variant):
-                row, keys = (
-                    self._plain_row(param, state, p.variant, grad_dtype),
-                    p.variant.state_keys,
-                )
+                row = self._plain_row(param, state, p.variant, grad_dtype)
+                keys = p.variant.state_keys
             else:
                 row = self._row(p, p.declared, state, grad_dtype)
                 # The row may have made a state: the random key.

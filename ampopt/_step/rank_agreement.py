@@ -220,7 +220,14 @@ class Agreement:
     def _matrix(
         self, row: RankRow, results: dict[int, float | Tensor], device: torch.device
     ) -> Tensor:
-        """A new matrix on ``device`` with the row of this rank, and 0 in the rows of others."""
+        """A new matrix with the row of this rank, and 0 in the rows of others.
+
+        Does not synchronize. Arguments as for :meth:`exchange`.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and ``row`` was not sent to ``device``
+                before.
+        """
         matrix = torch.zeros(len(self.ranks), Column.COUNT, dtype=widest(device), device=device)
         if backend_for(device).host_sees:
             row, results = [float(results.get(i, number)) for i, number in enumerate(row)], {}
