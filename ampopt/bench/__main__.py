@@ -20,7 +20,7 @@ import ampopt
 from ampopt.bench import contenders, report, rows, small, workloads
 from ampopt.bench.measure import CLOCKS
 from ampopt.bench.memory_bandwidth import bandwidth
-from ampopt.bench.plot import plot, require_matplotlib
+from ampopt.bench.plot import plot
 from ampopt_kernels.native.build import cpp_compiler
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -35,11 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark that the arguments select, and print it."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.plot:
-        try:
-            require_matplotlib()
-        except ImportError as error:
-            parser.error(str(error))
     if options.threads:
         torch.set_num_threads(options.threads)
     device = options.device
@@ -208,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures to this file")
     parser.add_argument(
         "--plot",
-        type=_file,
+        type=_picture,
         metavar="FILE",
         help="draw the ratios to this file; needs matplotlib",
     )
@@ -262,6 +257,17 @@ def _file(text: str) -> str:
     if not (folder := Path(text).parent).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {folder}: make it first")
     return text
+
+
+def _picture(text: str) -> str:
+    """The path of a file that can be drawn once everything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(
+            "needs matplotlib, which cannot be imported: install it, or omit --plot and use --json"
+        ) from error
+    return _file(text)
 
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:

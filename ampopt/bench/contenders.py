@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,9 +144,10 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
             bits = _MASTER_BITS.get(name, 32)
             settings |= {"master_weights": True, "master_bits": bits}
         return by_control_point(name, kind(params, **settings))
-    makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
-    if name in makers:
-        instance = makers[name](optimizer, params, settings)
+    if name in (*_OTHERS, *_OTHERS_WITH_MASTERS):
+        if (make := _of_package(name).get(optimizer)) is None:
+            raise NotImplementedError(f"{optimizer} of {name} is not measured")
+        instance = make(params, **settings)
     elif optimizer in _PEERS:
         instance = _peer(name, optimizer, params)
     else:
@@ -254,45 +256,21 @@ def _on_copies(
     return Contender(inner.name, inner.optimizer, around(inner.step), around(inner.clipped_step))
 
 
-def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
-    """The optimizer of that name from apex.
-
-    Raises:
-        NotImplementedError: apex has none.
-    """
-    module: Any = importlib.import_module("apex.optimizers")
-    makers = {
-        "Adam": lambda: module.FusedAdam(params, adam_w_mode=False, **settings),
-        "AdamW": lambda: module.FusedAdam(params, weight_decay=1e-2, **settings),
-        "SGD": lambda: module.FusedSGD(params, lr=1e-3, **settings),
-        "Adagrad": lambda: module.FusedAdagrad(params, **settings),
-    }
-    if optimizer not in makers:
-        raise NotImplementedError(f"apex has no {optimizer}")
-    return makers[optimizer]()
-
-
-def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
-    """The optimizer of that name by optimi's Triton kernel.
-
-    Raises:
-        NotImplementedError: optimi has none.
-    """
-    module: Any = importlib.import_module("optimi")
-    kind = getattr(module, optimizer, None)
-    if kind is None:
-        raise NotImplementedError(f"optimi has no {optimizer}")
-    return kind(params, **{**_LR, **settings}, triton=True)
-
-
-def _deepspeed(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
-    """DeepSpeed's Adam for the CPU.
-
-    Raises:
-        NotImplementedError: another optimizer is asked for.
-    """
-    if optimizer not in ("Adam", "AdamW"):
-        raise NotImplementedError(f"DeepSpeed's {optimizer} on the CPU is not measured")
-    module: Any = importlib.import_module("deepspeed.ops.adam")
-    decay = {"adamw_mode": optimizer == "AdamW", "weight_decay": 1e-2 * (optimizer == "AdamW")}
-    return module.DeepSpeedCPUAdam(params, lr=1e-3, **decay, **settings)
+def _of_package(name: str) -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """What makes the optimizers of the package ``name``, another than torch, by their names."""
+    if name == "apex":
+        module: Any = importlib.import_module("apex.optimizers")
+        return {
+            "Adam": partial(module.FusedAdam, adam_w_mode=False),
+            "AdamW": partial(module.FusedAdam, weight_decay=1e-2),
+            "SGD": partial(module.FusedSGD, **_LR),
+            "Adagrad": module.FusedAdagrad,
+        }
+    if name == "deepspeed":  # its Adam for the CPU
+        module = importlib.import_module("deepspeed.ops.adam")
+        return {
+            "Adam": partial(module.DeepSpeedCPUAdam, **_LR, adamw_mode=False, weight_decay=0.0),
+            "AdamW": partial(module.DeepSpeedCPUAdam, **_LR, adamw_mode=True, weight_decay=1e-2),
+        }
+    classes = vars(importlib.import_module("optimi")).items()  # which has Triton kernels
+    return {key: partial(cls, **_LR, triton=True) for key, cls in classes if isinstance(cls, type)}

@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+from torch.utils.benchmark import Measurement, TaskSpec
 
 from ampopt._step.torch_private import spin
 
 __all__ = [
     "CLOCKS",
     "Times",
-    "alone",
     "device_seconds",
     "host_seconds",
     "interleaved",
@@ -71,44 +70,34 @@ _CYCLES = 3e9
 """More cycles than a GPU's clock makes in a second: spinning for as many takes a second or more."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """The times of one contender in one row, in seconds.
+class Times(Measurement):
+    """The times of one contender in one row, in seconds, with torch's statistics of them.
 
     On a GPU these are device times, which the host does not delay. ``host`` is the host time, which
     does not include waiting for the device unless the step synchronizes. A training loop takes the
     longer of the two.
 
     Attributes:
-        median: median of all rounds.
-        low: first quartile.
-        high: third quartile.
-        least: fastest round.
-        rounds: number of rounds.
         host: median host time; the same as ``median`` on the CPU.
     """
 
-    median: float
-    low: float
-    high: float
-    least: float
-    rounds: int
-    host: float
-
-    @staticmethod
-    def of(times: list[float], hosts: list[float]) -> "Times":
-        """Summarize the times of all rounds."""
-        quarters = torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
-        low, median, high = torch.tensor(times, dtype=torch.float64).quantile(quarters).tolist()
-        return Times(median, low, high, min(times), len(times), statistics.median(hosts))
+    def __init__(self, times: list[float], hosts: list[float]) -> None:
+        """Store the times of all rounds."""
+        super().__init__(number_per_run=1, raw_times=times, task_spec=TaskSpec("step", ""))
+        self.host = statistics.median(hosts)
 
     @property
-    def spread(self) -> float:
-        """Half of the interquartile range."""
-        return (self.high - self.low) / 2
+    def least(self) -> float:
+        """Fastest round."""
+        return min(self.raw_times)
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures for JSON: ``iqr`` is the interquartile range."""
+        figures = {name: getattr(self, name) for name in ("median", "iqr", "least", "host")}
+        return {**figures, "rounds": len(self.raw_times)}
 
 
-def warmed(step: Callable[[], object], restore: Callable[[], None]) -> None:
+def warmed(step: Callable[[], object], restore: Callable[[], object]) -> None:
     """Step until all states exist and everything is compiled."""
     for _ in range(_WARM_STEPS):
         restore()
@@ -171,23 +160,7 @@ def interleaved(
                     continue
                 times[name].append(seconds_taken)
                 hosts[name].append(host)
-    return {name: Times.of(times[name], hosts[name]) for name in steps if name in order}
-
-
-def alone(
-    step: Callable[[], object],
-    restore: Callable[[], None],
-    device: torch.device,
-    *,
-    rounds: int,
-    clock: str = "wall",
-) -> Times:
-    """Time one step, first warmed, in ``rounds`` rounds; see :func:`interleaved`."""
-    warmed(step, restore)
-    times = interleaved(
-        {"": step}, lambda _: restore(), device, rounds=rounds, clock=clock, goes_on=lambda: True
-    )
-    return times[""]
+    return {name: Times(times[name], hosts[name]) for name in steps if name in order}
 
 
 def reason(error: Exception) -> str:

@@ -4,22 +4,7 @@ from collections.abc import Sequence
 
 from ampopt.bench.rows import BenchRow
 
-__all__ = ["plot", "require_matplotlib"]
-
-
-def require_matplotlib() -> None:
-    """Check that matplotlib can be imported, before minutes of measurement.
-
-    Raises:
-        ImportError: it cannot be imported; the message names the fix.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "--plot needs matplotlib, which cannot be imported: install it, or omit --plot and "
-            "use --json"
-        ) from error
+__all__ = ["plot"]
 
 
 def plot(rows: Sequence[BenchRow], path: str) -> None:

@@ -60,7 +60,7 @@ def table(rows: Sequence[BenchRow]) -> str:
         times = [row.times.get(name) for name in columns]
         shares = [row.ratio, row.ratio_of_least, row.to_floor]
         shares += [row.ratio_to_float32] * has_masters
-        cells = ["-" if t is None else _milliseconds(t.median, t.spread) for t in times]
+        cells = ["-" if t is None else _milliseconds(t.median, t.iqr / 2) for t in times]
         lines.append([*_which(row), *cells, *map(_share, shares)])
     return as_columns(lines, left=(0, 1, 2))
 

@@ -129,7 +129,7 @@ class BenchRow:
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON; times in seconds."""
         ran = {
-            name: {**asdict(times), **(asdict(self.costs[name]) if name in self.costs else {})}
+            name: {**times.as_dict(), **(asdict(self.costs[name]) if name in self.costs else {})}
             for name, times in self.times.items()
         }
         missing = {name: {"missing": why} for name, why in self.missing.items()}

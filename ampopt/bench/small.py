@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.benchmark import set_torch_threads
 
 import ampopt
 from ampopt.backend import ENVIRONMENT
@@ -142,14 +143,10 @@ def measure(device: torch.device, *, rounds: int, seconds: float) -> list[SmallR
         seconds: about the time for all rows but those of first steps.
     """
     cases = [(_PLAIN, count) for count in COUNTS] + [(case, COUNTS[2]) for case in _CASES]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with set_torch_threads(1):
         rows = [
             _steps(device, *case, rounds=rounds, seconds=seconds / len(cases)) for case in cases
         ]
-    finally:
-        torch.set_num_threads(before)
     if device.type == "cpu":
         rows += _first_steps(min(rounds, _MOST_PROCESSES))
     return rows

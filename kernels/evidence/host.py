@@ -6,6 +6,7 @@ can start, except for the launches. torch makes about as many launches.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,11 @@ import torch
 import ampopt
 from ampopt import backend
 from ampopt.bench import contenders, workloads
-from ampopt.bench.measure import alone
+from ampopt.bench.measure import Times, interleaved, warmed
 from ampopt_kernels.native import objects
 from ampopt_kernels.triton.backend import Triton
 
-__all__ = ["main"]
+__all__ = ["alone", "main"]
 
 _NOT_LAUNCHED = (
     "_fused_adamw_",
@@ -61,6 +62,22 @@ def main() -> None:
     finally:
         ampopt.set_backend(before)
         torch.set_num_threads(threads)
+
+
+def alone(
+    step: Callable[[], object],
+    restore: Callable[[], object],
+    device: torch.device,
+    *,
+    rounds: int,
+    clock: str = "wall",
+) -> Times:
+    """Time one step, first warmed; see :func:`ampopt.bench.measure.interleaved`."""
+    warmed(step, restore)
+    times = interleaved(
+        {"": step}, lambda _: restore(), device, rounds=rounds, seconds=math.inf, clock=clock
+    )
+    return times[""]
 
 
 def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:

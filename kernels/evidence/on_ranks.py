@@ -139,7 +139,7 @@ def measure(
 
 def _doubts(result: Mapping[str, Any]) -> dict[str, str]:
     """Why the times must not be relied on; empty if they may be."""
-    rounds = min((times.rounds for times in result["times"].values()), default=0)
+    rounds = min((len(times.times) for times in result["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
         return {"times": f"{rounds} of {_ENOUGH_ROUNDS} rounds"}
     if result["waited"] > _CALM:

@@ -8,9 +8,10 @@ import torch
 import ampopt
 from ampopt._synchronization import sync_debug_mode
 from ampopt.bench import contenders, workloads
-from ampopt.bench.measure import alone, warmed
+from ampopt.bench.measure import warmed
 from ampopt_kernels.native import objects
 from evidence.first_hour.record import PartRecord
+from evidence.host import alone
 
 __all__ = ["run"]
 
