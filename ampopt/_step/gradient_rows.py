@@ -9,7 +9,8 @@ has gradients of the same parameters, with the same layouts, so the kept rows fi
 
 import operator
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -202,18 +203,25 @@ def works_of(
     grads: Sequence[Any],
     uploads: dict[torch.device, Uploads],
     rule: Rule | None = None,
+    turns: Iterable[int] = repeat(0),
 ) -> list[Work]:
-    """Group rows and their gradients by device, the device of the first parameter first."""
-    works: dict[torch.device, Work] = {}
-    work = None
-    for row, grad in zip(rows, grads, strict=True):
+    """Group rows and their gradients by device, the device of the first parameter first.
+
+    Args:
+        rows: the rows.
+        grads: the gradient of each.
+        uploads: constants that are on a device already, by device.
+        rule: the rule of the works.
+        turns: for each row, in which turn it is updated. Rows of another turn are another work of
+            their device, which comes later.
+    """
+    works: dict[tuple[torch.device, int], Work] = {}
+    for row, grad, turn in zip(rows, grads, turns, strict=False):
         device = (grad if row.param is None else row.param).device
-        if work is None or work.device != device:
-            if device not in works:
-                if device not in uploads:
-                    uploads[device] = Uploads()
-                works[device] = Work(device, [], [], rule, uploads=uploads[device])
-            work = works[device]
+        work = works.get((device, turn))
+        if work is None:
+            own = Uploads() if turn else uploads.setdefault(device, Uploads())
+            works[device, turn] = work = Work(device, [], [], rule, uploads=own)
         work.rows.append(row)
         work.grads.append(grad)
     return list(works.values())

@@ -11,7 +11,7 @@ from ampopt._step.gradient_rows import GradientRows
 from ampopt._step.rank_agreement import Agreement, DecisionAllReduce, decision_all_reduce
 from ampopt._step.ranks import AgreementCache
 from ampopt.backend import backend_for
-from ampopt_kernels.memory import overlaps_itself, sharing_memory
+from ampopt_kernels.memory import overlaps_itself, turns_of
 from ampopt_kernels.step import run
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import Work
@@ -127,7 +127,6 @@ def make_writable(with_grads: Sequence[gradients.ParamWithGrad]) -> None:
     that two gradients have would be multiplied twice.
     """
     each = [gradients.values_of(tensor) for _, tensor, _ in with_grads]
-    shared = sharing_memory(each)
-    for place, (_, tensor, _) in enumerate(with_grads):
-        if place in shared or overlaps_itself(each[place]):
+    for (_, tensor, _), values, turn in zip(with_grads, each, turns_of(each), strict=True):
+        if turn or overlaps_itself(values):
             tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)

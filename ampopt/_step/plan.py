@@ -24,8 +24,9 @@ from ampopt._step.param_rows import RuleRows
 from ampopt._step.plan_guards import GradientsNow, GroupGuard, TensorGuard
 from ampopt._step.rank_agreement import Agreement, decision_all_reduce
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
+from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
-from ampopt_kernels.memory import may_overlap
+from ampopt_kernels.memory import may_overlap, turns_of
 from ampopt_kernels.native.objects import addresses, bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import run
@@ -40,7 +41,8 @@ class Plan:
     """Runs the step of every parameter that has a gradient.
 
     Attributes:
-        works: the rows of each device; empty if no parameter has ever had a gradient.
+        works: the rows of each device, apart for each turn in which parameters that share memory
+            are updated; empty if no parameter has ever had a gradient.
         present: as :attr:`Work.present`, for the rows of all devices.
         tensor_guard: compares the tensors with those of the last step.
         reusable: whether later steps may use the plan; False if it works on copies of tensors, or
@@ -94,12 +96,16 @@ class Plan:
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.all_averages)
         rule_rows = RuleRows(optimizer, rule, masters, self._agreement, planned)
-        self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
+        self._params = [one.tensor for one in rule_rows.stepped_params]
+        # Threads, and programs of a GPU, write to all rows of a work at the same time.
+        turns = turns_of(dtensor.local_of_each(self._params))
+        self.works: list[Work] = works_of(
+            rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule, turns
+        )
         self._group_guard = GroupGuard(rule, variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._stepped_params = rule_rows.stepped_params
-        self._params = [one.tensor for one in rule_rows.stepped_params]
         self._copies = rule_rows.copies
         self.reusable = not (rule_rows.copies or any(p.is_complex() for p in self._params))
         # Unscaling in place rounds gradients of a narrower dtype than the arithmetic.
@@ -229,7 +235,7 @@ class Plan:
         """
         if self.tensor_guard.has_copied or len({w.device.type for w in self._works_now}) > 1:
             return False
-        return not any(may_overlap(work.present_grads) for work in self._works_now)
+        return not may_overlap([grad for work in self._works_now for grad in work.present_grads])
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""

@@ -22,6 +22,7 @@ from ampopt._step.small_states import RANDOM_KEY
 from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.memory import all_have_memory, overlapping_ranges, share_memory
 from ampopt_kernels.rule import MASTER, State
+from ampopt_kernels.tensors import is_dense
 
 __all__ = [
     "WrittenTensors",
@@ -90,7 +91,7 @@ def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTenso
 def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors] = ()) -> None:
     """Raise for tensors without memory, and for states that share memory with another tensor.
 
-    Two parameters may share memory: users tie them on purpose.
+    Two parameters may share memory, as users tie them on purpose, if a step works on no copies.
 
     Args:
         written: the tensors that a step writes.
@@ -99,7 +100,8 @@ def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors]
     Raises:
         TypeError: the values of one of ``written`` are in other tensors.
         RuntimeError: the storage of a tensor was freed, or has less memory than its elements take.
-        ValueError: a state shares memory with another tensor.
+        ValueError: a state shares memory with another tensor, or a parameter that is not dense
+            with another one of ``written``.
     """
     # No Python runs for each of thousands of tensors, if all are as they should be.
     everything = [*written, *others]
@@ -131,11 +133,18 @@ def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors]
         names = _names_of(everything) if pairs else []
         for pair in pairs:
             (what, is_state), (with_, with_state) = (names[on_device[index]] for index in pair)
-            if (is_state or with_state) and share_memory(*(tensors[index] for index in pair)):
-                raise ValueError(
-                    f"{what} shares memory with {with_}, so that updating one would change the "
-                    "other: replace the state by its clone()"
+            both = [tensors[index] for index in pair]
+            if is_state or with_state:
+                problem = "updating one would change the other: replace the state by its clone()"
+            elif all(map(is_dense, both)) or max(pair) >= len(stepped):
+                continue
+            else:
+                problem = (
+                    "of the updates of both, of which one works on a copy, as it is not dense in "
+                    "memory, one would be lost: use one parameter in both places, or a clone()"
                 )
+            if share_memory(*both):
+                raise ValueError(f"{what} shares memory with {with_}, so that {problem}")
 
 
 def _names_of(written: list[WrittenTensors]) -> list[tuple[str, bool]]:

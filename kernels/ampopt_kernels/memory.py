@@ -17,7 +17,7 @@ __all__ = [
     "overlapping_ranges",
     "overlaps_itself",
     "share_memory",
-    "sharing_memory",
+    "turns_of",
 ]
 
 
@@ -116,10 +116,17 @@ def overlapping_ranges(tensors: list[Tensor]) -> Iterator[tuple[int, int]]:
             open_.append(index)
 
 
-def sharing_memory(tensors: list[Tensor]) -> set[int]:
-    """The indices of those of strided ``tensors`` that share memory with one before them. Exact."""
-    pairs = overlapping_ranges(tensors)
-    return {max(pair) for pair in pairs if share_memory(*map(tensors.__getitem__, pair))}
+def turns_of(tensors: list[Tensor]) -> list[int]:
+    """In which turn each of strided ``tensors`` is written, where those of a turn share no memory.
+
+    0 for a tensor that shares none with a tensor before it; else one more than the last of their
+    turns. Exact.
+    """
+    turns = [0] * len(tensors)
+    for first, second in sorted(map(sorted, overlapping_ranges(tensors))):
+        if share_memory(tensors[first], tensors[second]):
+            turns[second] = max(turns[second], turns[first] + 1)
+    return turns
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

@@ -188,7 +188,7 @@ def run(
 
     Args:
         backend_for: returns the backend for a device.
-        works: one for each device.
+        works: one or more for each device.
         request: options of the step.
 
     Returns:
@@ -236,8 +236,8 @@ def _detected(
     """Run detect on every device, and combine what it found on all devices and ranks.
 
     Args:
-        backends: one for each device.
-        works: one for each device.
+        backends: one for each work.
+        works: as for :func:`run`.
         requests: the request of the step, with tensors on each device.
 
     Returns:

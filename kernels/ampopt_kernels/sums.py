@@ -38,7 +38,7 @@ def over_all(
     """The sums over all devices and ranks, for each work on its device.
 
     Args:
-        works: one for each device.
+        works: as for :func:`~ampopt_kernels.step.run`.
         sums: for each work, the sums over its rows: ``widest``, shape (rows, terms).
         agree: all-reduces over ranks; ``None`` for one rank.
     """

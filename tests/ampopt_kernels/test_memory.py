@@ -13,7 +13,7 @@ from ampopt_kernels.memory import (
     may_overlap,
     overlaps_itself,
     share_memory,
-    sharing_memory,
+    turns_of,
 )
 
 
@@ -76,8 +76,12 @@ class TestOfSeveral:
         touched = [range(*address_range(t)) for t in several if t.numel()]
         bytes_of_all = [byte for each in touched for byte in each]
         assert may_overlap(several) == (len(set(bytes_of_all)) < len(bytes_of_all))
-        if not may_overlap(several):
-            assert sharing_memory(several) == set()
+        # Each is one turn after the last of those before it that it shares an element with.
+        elements, turns = [{at + place for place in places(t)} for t, at in parts], []
+        for own in elements:
+            shared = [turn for turn, other in zip(turns, elements, strict=False) if own & other]
+            turns.append(max(shared, default=-1) + 1)
+        assert turns_of(several) == turns
 
     @hypothesis.settings(
         max_examples=100,
