@@ -1,5 +1,6 @@
 """Checks of hyperparameters, for optimizers that are not in torch; they raise what torch raises."""
 
+import inspect
 from typing import Any
 
 from ampopt._argument_checks import check_bool
@@ -8,22 +9,31 @@ from ampopt._step.hyperparameters import check_numbers
 __all__ = ["checked"]
 
 
-def checked(numbers: dict[str, Any], flags: dict[str, Any], n_betas: int = 2) -> dict[str, Any]:
-    """The defaults of an optimizer: ``numbers`` and ``flags``. Reads tensors, as torch does.
+def checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters among the arguments of a constructor, checked. Reads tensors, as torch.
+
+    The default of an argument says what it is: a flag; a number of 0 or more; or a tuple of as many
+    numbers below 1. An argument without a default is no hyperparameter.
 
     Args:
-        numbers: numbers of 0 or more by name; ``"betas"`` is a tuple of numbers below 1.
-        flags: bools by name.
-        n_betas: the length of ``"betas"``.
+        arguments: the ``locals()`` of the constructor, which calls ``super()``.
 
     Raises:
         TypeError: a number is not a number, or a flag not a bool; the message names it.
-        ValueError: a number is out of range, ``"betas"`` has another length, or a tensor has
-            several elements.
+        ValueError: a number is out of range, a tuple has another length, or a tensor has several
+            elements.
     """
-    for name, value in numbers.items():
-        check_numbers(name, value, (0.0,) * n_betas if name == "betas" else 0.0)
-        if name == "betas":
+    signature = inspect.signature(arguments["__class__"].__init__)
+    # The options that all optimizers have are in the signature, and here in `options`.
+    own = [p for p in signature.parameters.values() if p.name in arguments]
+    hyperparameters = {p.name: arguments[p.name] for p in own if p.default is not p.empty}
+    for name, value in hyperparameters.items():
+        like = signature.parameters[name].default
+        if isinstance(like, bool):
+            check_bool(name, value)
+            continue
+        check_numbers(name, value, like)
+        if isinstance(like, tuple):
             for index, beta in enumerate(value):
                 if not 0.0 <= beta < 1.0:
                     raise ValueError(
@@ -33,6 +43,4 @@ def checked(numbers: dict[str, Any], flags: dict[str, Any], n_betas: int = 2) ->
         elif not value >= 0.0:
             what = "learning rate" if name == "lr" else f"{name} value"
             raise ValueError(f"Invalid {what}: {value}; it must be 0 or more")
-    for name, value in flags.items():
-        check_bool(name, value)
-    return {**numbers, **flags}
+    return hyperparameters

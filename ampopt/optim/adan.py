@@ -55,6 +55,4 @@ class Adan(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        flags = {"no_prox": no_prox, "maximize": maximize}
-        super().__init__(params, checked(numbers, flags, n_betas=3), **options)
+        super().__init__(params, checked(locals()), **options)

@@ -56,6 +56,4 @@ class LAMB(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        flags = {"bias_correction": bias_correction, "maximize": maximize}
-        super().__init__(params, checked(numbers, flags), **options)
+        super().__init__(params, checked(locals()), **options)

@@ -63,12 +63,4 @@ class LARS(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-        }
-        flags = {"nesterov": nesterov, "adapt": adapt, "maximize": maximize}
-        super().__init__(params, checked(numbers, flags), **options)
+        super().__init__(params, checked(locals()), **options)

@@ -51,5 +51,4 @@ class Lion(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, checked(numbers, {"maximize": maximize}), **options)
+        super().__init__(params, checked(locals()), **options)

@@ -55,6 +55,4 @@ class NovoGrad(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        flags = {"grad_averaging": grad_averaging, "maximize": maximize}
-        super().__init__(params, checked(numbers, flags), **options)
+        super().__init__(params, checked(locals()), **options)

@@ -73,15 +73,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        numbers = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "weight_lr_power": weight_lr_power,
-        }
-        defaults = checked(numbers, {"maximize": maximize})
+        defaults = checked(locals())
         if not betas[0] > 0.0:
             raise ValueError(
                 f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0; with 0, "
@@ -89,7 +81,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             )
         if warmup_steps % 1:
             raise ValueError(f"warmup_steps must be a whole number, got {warmup_steps!r}")
-        super().__init__(params, {**defaults, "r": r, "train_mode": True}, **options)
+        super().__init__(params, {**defaults, "train_mode": True}, **options)
 
     def train(self) -> None:
         """Move the parameters to the point where gradients are computed. Does not synchronize."""

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step.hyperparameters import check_numbers
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import checked
 from ampopt.options import RuleOptions
@@ -64,11 +63,10 @@ class Sophia(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        check_numbers("bs", bs, 1)
+        defaults = checked(locals())
         if not bs > 0:
             raise ValueError(f"Invalid bs value: {bs}; it must be above 0")
-        numbers = {"lr": lr, "betas": betas, "rho": rho, "weight_decay": weight_decay, "bs": bs}
-        super().__init__(params, checked(numbers, {"maximize": maximize}), **options)
+        super().__init__(params, defaults, **options)
 
     def update_hessian(self, grads_scaled_by: Any = None) -> Unscaled:
         """Update the estimate of the Hessian from the current gradients; parameters do not change.

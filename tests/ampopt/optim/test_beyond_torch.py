@@ -187,7 +187,9 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("trust_coefficient", -1.0),
     ("warmup_steps", -1),
     ("weight_lr_power", -1.0),
+    ("r", -1.0),
 ]
+WORDS = {"lr": "Invalid learning rate: |lr must", "betas": "Invalid beta parameter|betas must"}
 
 
 @pytest.mark.parametrize("cls", BEYOND_TORCH)
@@ -198,7 +200,7 @@ def test_hyperparameters_out_of_range_are_refused(cls):
             continue
         if name == "betas":
             value = value[: len(taken[name].default)]
-        with pytest.raises(ValueError, match="Invalid .*; |lr must|betas must"):
+        with pytest.raises(ValueError, match=WORDS.get(name, f"Invalid {name} value: .*; ")):
             cls([Parameter(torch.ones(1))], **{name: value})
         wrong = re.escape(f"{name} must be a") + ".*number.*, got '0.1'"
         with pytest.raises(TypeError, match=wrong):
