@@ -89,7 +89,7 @@ def end_cycles(
         with_grads = gradients.params_with_grads(groups)  # the sums, which are in p.grad by now
         call = ControlPoint.SUMS_OF_CYCLE
         rows = GradientRows.of(with_grads, with_grads, agreement, uploads)
-        all_reduce = decision_all_reduce(agreement, deciding, len(with_grads), call)
+        all_reduce = decision_all_reduce(agreement, deciding, bool(with_grads), call)
         decision = check_and_unscale(rows, deciding, all_reduce, decision_device)
     elif flags is not None:
         constants = uploads.setdefault(decision_device, Uploads())

@@ -174,7 +174,7 @@ class Accumulation(RefersToOptimizer):
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
         # Each once: torch allows a parameter to be in a group twice.
         params = list({id(param): param for _, param in gradients.present(self.groups)}.values())
-        all_reduce = decision_all_reduce(agreement, request, len(params), call)
+        all_reduce = decision_all_reduce(agreement, request, bool(params), call)
         try:
             decision = self._add(cycle, request, all_reduce, rows)
         except RuntimeError:
@@ -337,12 +337,11 @@ class Accumulation(RefersToOptimizer):
             agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         """
         cycle = self._open_cycle("window") if self.cycle is None else self.cycle
-        all_reduce = None
+        all_reduce, has_gradients = None, bool(gradients.present(self.groups))
         if cycle.drop == "micro_batch":  # else the step all-reduces the flag of the whole cycle
-            n_present = len(gradients.present(self.groups))
             call = ControlPoint.LAST_MICRO_BATCH
-            all_reduce = decision_all_reduce(agreement, request, n_present, call)
-        if all_reduce is not None or gradients.present(self.groups):
+            all_reduce = decision_all_reduce(agreement, request, has_gradients, call)
+        if all_reduce is not None or has_gradients:
             self._add(cycle, request, all_reduce, self._rows_of_earlier_call())
         cycle.skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
         return cycle

@@ -49,7 +49,6 @@ class HandwrittenStep(StepStrategy):
         *,
         make_state: StateMaker | None = None,
         never_written: frozenset[str] = frozenset(),
-        step_has_collectives: bool = False,
         most_copied: float = LARGE,
         runner: RuleRunner | None = None,
     ) -> None:
@@ -61,13 +60,11 @@ class HandwrittenStep(StepStrategy):
                 values it has before the first step. With it, no step adds state.
             never_written: keys of state tensors that the step replaces, and never writes in place
                 (see :class:`Snapshot`).
-            step_has_collectives: whether the step works on whole ``DTensor``s, and so calls
-                collectives.
             most_copied: see :class:`~ampopt._step.step_rollback.SkipPolicy`.
             runner: runs the rule in ``super().step()``, if ``step`` overrides that of a rule-based
                 optimizer.
         """
-        super().__init__(optimizer, runner, step_has_collectives=step_has_collectives)
+        super().__init__(optimizer, runner)
         self._make_state, self._never_written = make_state, never_written
         self._most_copied = most_copied
         self._runs_step = False

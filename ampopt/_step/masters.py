@@ -248,7 +248,7 @@ class Masters(RefersToOptimizer):
                 self._copy(present, holders)
             rows = GradientRows.of(present, holders, agreement, self._uploads)
             self._rows = {write: rows.kept(groups, states)}
-        all_reduce = decision_all_reduce(agreement, request, len(rows.present))
+        all_reduce = decision_all_reduce(agreement, request, bool(rows.present))
         device = gradients.device_of(groups)
         decision = check_and_unscale(rows, request, all_reduce, device, write=write)
         if decision is not None and request.max_norm is not None:

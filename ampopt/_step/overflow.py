@@ -84,7 +84,7 @@ class OverflowCheck:
 
     def __init__(self) -> None:
         """Keep nothing yet."""
-        self._agreement = AgreementCache(step_has_collectives=False)
+        self._agreement = AgreementCache()
         self._rows: GradientRows | None = None
         self._uploads: dict[torch.device, Uploads] = {}
 
@@ -114,7 +114,7 @@ class OverflowCheck:
                 make_writable(present)
             rows = GradientRows.of(present, present, agreement, self._uploads)
             self._rows = rows.kept(groups)
-        all_reduce = decision_all_reduce(agreement, request, len(rows.present))
+        all_reduce = decision_all_reduce(agreement, request, bool(rows.present))
         device = gradients.device_of(groups)
         return check_and_unscale(rows, request, all_reduce, device, write=request.write)
 

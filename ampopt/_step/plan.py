@@ -207,7 +207,7 @@ class Plan:
         if self._agreement is not None and (request.needs_agreement or self._rule.sums_up):
             extended_request = replace(
                 extended_request,
-                agree=decision_all_reduce(self._agreement, request, len(self._params_now)),
+                agree=decision_all_reduce(self._agreement, request, has_gradients=True),
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
@@ -239,7 +239,7 @@ class Plan:
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
-        all_reduce = decision_all_reduce(self._agreement, request, 0)
+        all_reduce = decision_all_reduce(self._agreement, request, has_gradients=False)
         decision = decided_elsewhere(request, all_reduce, self._device)
         for sums in (self._lines_of_ranks, self._rank_sums):
             if sums is not None:

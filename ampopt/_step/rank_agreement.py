@@ -3,8 +3,9 @@
 :mod:`rank_messages` has the contents of the tensors, :mod:`ranks` says which ranks take part.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,8 @@ from ampopt._step.rank_messages import (
     Comparison,
     ControlPoint,
     RankRow,
+    difference,
+    kind_of,
     local_results,
     row_of,
 )
@@ -56,7 +59,6 @@ class Agreement:
         settings: RankSettings,
         *,
         names_ranks: bool,
-        step_has_collectives: bool,
     ) -> None:
         """Find the place of this rank; makes no collective, but see :func:`groups_of`.
 
@@ -72,13 +74,9 @@ class Agreement:
             names_ranks: whether ``groups`` is what the user passed as ``process_group``, or the
                 default group for FSDP1. Plain tensors are then shards of the model, unless
                 ``replicated``; otherwise they are copies.
-            step_has_collectives: whether the step itself makes a collective for each ``DTensor``
-                gradient, so that all ranks of a mesh need gradients of the same parameters.
         """
         self._groups_of_model, self.settings = groups, settings
         self._names_ranks, self._mesh = names_ranks, mesh
-        # Ranks that the user named may have different parameters, and so different gradients.
-        self._compares_gradients = step_has_collectives and not names_ranks
         self._replicated = replicated
         here = torch.distributed.get_rank()
         of_group = torch.distributed.get_process_group_ranks
@@ -107,7 +105,7 @@ class Agreement:
     @property
     def _groups(self) -> Sequence[Any]:
         """The process groups to all-reduce over, one after another."""
-        apart = self._comparison.groups_apart.get(tuple(self.ranks))
+        apart = self._of_group.groups_apart.get(tuple(self.ranks))
         return self._groups_of_model if apart is None else [apart]
 
     def prepare_for_closures(self, device: torch.device, max_replays: int) -> None:
@@ -120,7 +118,7 @@ class Agreement:
             device: the device on which the step is decided.
             max_replays: the number of times that an evaluation may be repeated.
         """
-        groups_apart, ranks = self._comparison.groups_apart, tuple(self.ranks)
+        groups_apart, ranks = self._of_group.groups_apart, tuple(self.ranks)
         if ranks in groups_apart:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
@@ -172,19 +170,18 @@ class Agreement:
 
     # --- overflow flag, norm and loss ---------------------------------------------------------
 
-    def row_of(self, request: Request, call: ControlPoint, n_gradients: int = 0) -> RankRow:
+    def row_of(self, request: Request, call: ControlPoint, has_gradients: bool = False) -> RankRow:
         """The row of this rank, without what may change with every call.
 
         Args:
             request: the request of this rank.
             call: the control point of this rank.
-            n_gradients: how many gradients this rank has.
+            has_gradients: whether this rank has gradients.
         """
         row = row_of(request, call)
-        row[Column.PRESENT] = float(n_gradients > 0)
+        row[Column.PRESENT] = float(has_gradients)
         row[Column.PARAMS] = float(self._params)
         row[Column.CLASSES] = float(self.settings.classes)
-        row[Column.GRADIENTS] = float(n_gradients) if self._compares_gradients else 0.0
         return row
 
     def exchange(
@@ -213,9 +210,12 @@ class Agreement:
         """
         rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._groups)
-        at_once = at_once or backend_for(device).host_sees
-        self._comparison.compare(rows, row, self.ranks, self.settings, at_once=at_once)
+        self._of_group.comparison.compare(rows, kind_of(row), self._difference, at_once=at_once)
         return rows
+
+    def _difference(self, rows: list[list[float]]) -> str | None:
+        """See :func:`ampopt._step.rank_messages.difference`."""
+        return difference(rows, self.ranks, self.settings)
 
     def _matrix(
         self, row: RankRow, results: dict[int, float | Tensor], device: torch.device
@@ -376,19 +376,34 @@ class Agreement:
         if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
             options.timeout = _PATIENCE
         (group,) = self._groups
-        self._comparison.posted.append(group.allreduce([rows], options))
+        self._of_group.posted.append(group.allreduce([rows], options))
 
     @property
-    def _comparison(self) -> Comparison:
-        """The comparison of requests in the first process group."""
-        return _COMPARISONS.setdefault(self._groups_of_model[0], Comparison())
+    def _of_group(self) -> "_OfGroup":
+        """What is kept for the first process group."""
+        return _OF_GROUPS.setdefault(self._groups_of_model[0], _OfGroup())
 
 
 _PATIENCE = timedelta(seconds=10)
 """How long the outcome of a closure that has raised waits for other ranks to read it."""
 
-_COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
-"""The comparison of each process group. It outlives an :class:`Agreement`."""
+
+@dataclass
+class _OfGroup:
+    """What is kept for a process group. It outlives an :class:`Agreement`.
+
+    Attributes:
+        comparison: of the requests of its ranks.
+        groups_apart: the process groups of :meth:`Agreement.prepare_for_closures`, by ranks.
+        posted: the last all-reduces that run in the background, kept until they end.
+    """
+
+    comparison: Comparison = field(default_factory=Comparison)
+    groups_apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    posted: deque[Any] = field(default_factory=lambda: deque(maxlen=4))
+
+
+_OF_GROUPS: WeakKeyDictionary[Any, _OfGroup] = WeakKeyDictionary()
 
 
 def _digest(params: Iterable[Any]) -> int:
@@ -400,13 +415,13 @@ def _digest(params: Iterable[Any]) -> int:
 def decision_all_reduce(
     agreement: Agreement | None,
     request: Request,
-    n_gradients: int,
+    has_gradients: bool,
     call: ControlPoint = ControlPoint.CHECK,
 ) -> "DecisionAllReduce | None":
     """The all-reduce of ``request``; ``None`` on one rank, or if nothing is to be all-reduced."""
     if agreement is None or not request.needs_agreement:
         return None
-    return DecisionAllReduce(agreement, request, n_gradients, call)
+    return DecisionAllReduce(agreement, request, has_gradients, call)
 
 
 @dataclass
@@ -416,14 +431,14 @@ class DecisionAllReduce:
     Attributes:
         agreement: the ranks that take part.
         request: the request of this rank.
-        n_gradients: how many gradients this rank has; 1 where only "some" is known.
+        has_gradients: whether this rank has gradients.
         call: the control point of this rank.
         rows: what :meth:`Agreement.exchange` returned; ``None`` before the call.
     """
 
     agreement: Agreement
     request: Request
-    n_gradients: int = 1
+    has_gradients: bool = True
     call: ControlPoint = ControlPoint.CHECK
     rows: Tensor | None = None
 
@@ -468,7 +483,7 @@ class DecisionAllReduce:
             ranks passed if a cause needs the loss.
         """
         agreement, request = self.agreement, self.request
-        row = agreement.row_of(request, self.call, self.n_gradients)
+        row = agreement.row_of(request, self.call, self.has_gradients)
         results = local_results(request, partials, flag, must_skip, agreement.settings, device)
         self.rows = rows = agreement.exchange(row, results, device)
         overflows = rows[:, Column.OVERFLOW]

@@ -5,14 +5,15 @@ sum has every row as its rank wrote it, NaN and infinity too.
 """
 
 import enum
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step.rank_settings import UNKNOWN, RankSettings, digest
+from ampopt.backend import backend_for
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.gradient_reports import named_ranks
 from ampopt_kernels.step_data import Partials, Request
@@ -23,6 +24,7 @@ __all__ = [
     "Comparison",
     "RankRow",
     "difference",
+    "kind_of",
     "local_results",
     "row_of",
 ]
@@ -72,16 +74,15 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     CLASSES = 16  # a digest of RankSettings
     EVALUATION = 17  # number of the closure's evaluation, from 1; 0 before the first
     MAX_REPLAYS = 18  # of a closure
-    GRADIENTS = 19  # how many, if the step makes a collective for each; else 0
-    DROPS = 20  # 1 if an overflow skips the step
-    MAX_NORM = 21
-    NORM = 22  # the smallest norm= of all skip_when; the next three are smallest values, too
-    NORM_DEVIATIONS = 23
-    LOSS_LIMIT = 24
-    LOSS_DEVIATIONS = 25
-    CAUSES = 26  # a digest of the arguments of all skip_when
-    SCALE = 27
-    COUNT = 28
+    DROPS = 19  # 1 if an overflow skips the step
+    MAX_NORM = 20
+    NORM = 21  # the smallest norm= of all skip_when; the next three are smallest values, too
+    NORM_DEVIATIONS = 22
+    LOSS_LIMIT = 23
+    LOSS_DEVIATIONS = 24
+    CAUSES = 25  # a digest of the arguments of all skip_when
+    SCALE = 26
+    COUNT = 27
 
 
 NOT_GIVEN = -1.0
@@ -155,94 +156,92 @@ def local_results(
 
 
 class Comparison:
-    """Checks that all ranks of a process group make the same requests.
+    """Reads what ranks have all-reduced, and raises if they differ.
 
-    On a CPU at once. On an accelerator the check synchronizes for the first request of each kind;
-    later matrices are copied to the host in the background, ``_EVERY`` of them at a time, and
-    checked when the copy has arrived.
-
-    Attributes:
-        groups_apart: the process groups of :meth:`Agreement.prepare_for_closures`, by ranks.
-        posted: the last all-reduces that run in the background, kept until they end.
+    On a CPU at once. On an accelerator it synchronizes for the first request of each kind; later
+    tensors are copied to the host in the background, ``_EVERY`` at a time, and read when the copy
+    has arrived.
     """
 
     def __init__(self) -> None:
-        """Start without matrices to check."""
-        self.groups_apart: dict[tuple[int, ...], Any] = {}
-        self.posted: deque[Any] = deque(maxlen=4)
+        """Start without tensors to read."""
         self._compared_kinds: set[tuple[float, ...]] = set()
-        self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
+        self._waiting: dict[tuple[torch.device, torch.Size], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
     def compare(
         self,
-        rows: Tensor,
-        row: RankRow,
-        ranks: Sequence[int],
-        settings: RankSettings,
+        reduced: Tensor,
+        kind: tuple[float, ...],
+        difference_of: Callable[[list[Any]], str | None],
         *,
-        at_once: bool,
+        at_once: bool = False,
     ) -> None:
-        """Compare ``rows`` with each other, now or in a later call.
+        """Read ``reduced``, now or in a later call.
 
         Args:
-            rows: the all-reduced matrix, shape (ranks, columns).
-            row: the row of this rank, for the kind of its request.
-            ranks: the rank of each row.
-            settings: the settings of this rank, for messages.
-            at_once: whether reading ``rows`` does not have to wait for a device.
+            reduced: the all-reduced tensor.
+            kind: the kind of the request of this rank.
+            difference_of: ``difference_of(reduced.tolist())`` says in which way ranks differ, or
+                returns ``None``.
+            at_once: whether to read it now, though that may synchronize.
 
         Raises:
-            RuntimeError: ranks made different requests, in this call or in an earlier one.
+            RuntimeError: ranks differ, in this call or in an earlier one.
         """
-        if at_once:
-            _refuse(rows.tolist(), ranks, settings, "nothing has been stepped")
+        device = reduced.device
+        if at_once or backend_for(device).host_sees:
+            _refuse(difference_of(reduced.tolist()), "nothing has been stepped")
             return
-        if captures(rows.device):
+        if captures(device):
             return
-        kind = _kind(row)
         if kind not in self._compared_kinds:
             self._compared_kinds.add(kind)
-            _refuse(rows.tolist(), ranks, settings, "nothing has been stepped")
+            _refuse(difference_of(reduced.tolist()), "nothing has been stepped")
             return
-        waiting = self._waiting[rows.device, len(ranks)]
-        waiting.append(rows)
+        waiting = self._waiting[device, reduced.shape]
+        waiting.append(reduced)
         if len(waiting) == _EVERY:
             self._coming.append(copied_to_host(torch.stack(waiting)))
             waiting.clear()
         while self._coming and self._coming[0].done():
             for earlier in self._coming.pop(0).tensor.tolist():
                 late = "this was found some steps later, and steps since then may have been wrong"
-                _refuse(earlier, ranks, settings, late)
+                _refuse(difference_of(earlier), late)
 
 
 _EVERY = 8
-"""The number of decisions whose matrices are copied to the host together."""
+"""The number of tensors that are copied to the host together."""
 
 
-def _kind(row: RankRow) -> tuple[float, ...]:
+def _refuse(text: str | None, consequence: str) -> None:
+    """Raise ``RuntimeError`` with a text from ``difference_of``, if there is one."""
+    if text is not None:
+        raise RuntimeError(f"{text}; {consequence}")
+
+
+def kind_of(row: RankRow) -> tuple[float, ...]:
     """The columns of ``row`` that usually stay the same, and whether there is a ``max_norm``."""
     clips = float(row[Column.MAX_NORM] != NOT_GIVEN)
     return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])
 
 
-def _refuse(
-    rows: list[Any], ranks: Sequence[int], settings: RankSettings, consequence: str
-) -> None:
-    """Raise ``RuntimeError`` if ``rows``, one of each rank, differ."""
-    text = difference(rows, ranks)
-    if text is not None:
-        text = text.replace(_OPTIONS_HERE, settings.options_as_text())
-        raise RuntimeError(f"{text}; {consequence}")
-
-
-def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | None:
+def difference(
+    rows: Sequence[Sequence[float]], ranks: Sequence[int], settings: RankSettings
+) -> str | None:
     """The difference between the requests of ranks, as a message; ``None`` if they are equal.
 
     Args:
         rows: the rows of all ranks.
         ranks: the rank of each row.
+        settings: the settings of this rank, which the message may show.
     """
+    text = _difference(rows, ranks)
+    return text and text.replace(_OPTIONS_HERE, settings.options_as_text())
+
+
+def _difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | None:
+    """Like :func:`difference`, with ``_OPTIONS_HERE`` for the options of this rank."""
     first, known = rows[0][Column.OPTIONS :], {row[Column.LEFT_OUT] for row in rows} - {UNKNOWN}
     are_equal = all(row[Column.OPTIONS :] == first for row in rows) and len(known) < 2
     unequal = [column for column in _BALANCED if _is_unequal([row[column] for row in rows])]
@@ -351,12 +350,6 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "some ranks evaluate the closure more often than others ({}): let all of them evaluate it "
         "equally often",
         "evaluation {:.0f}".format,
-    ),
-    Column.GRADIENTS: (
-        "some ranks have gradients that others lack ({}), but this step makes a collective for "
-        "each DTensor gradient: give every rank gradients of the same parameters, zeros if need "
-        "be, or none",
-        "{:.0f} gradients".format,
     ),
     Column.DROPS: (
         "drop_overflow_update of the scale differs between ranks ({}): pass the same kind of scale "

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.gradients import named_params
 from ampopt._step.rank_agreement import Agreement
+from ampopt._step.rank_messages import Comparison
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt.backend import backend_for
-from ampopt_kernels.devices import captures
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import Work
@@ -30,15 +30,18 @@ class SameGradients:
         size: the number of counts: the ranks with a gradient of each parameter, then all ranks.
     """
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], param_groups: Sequence[dict[str, Any]]) -> None:
         """Number the parameters.
 
         Args:
             params: the parameters to check, the same ones in the same order on each rank.
+            param_groups: the param groups that they are in, for their names.
         """
-        self._numbers = {id(param): number for number, param in enumerate(params)}
-        self.size = len(params) + 1
-        self._compared_sets: set[tuple[int, ...]] = set()
+        keys = set(map(id, params))
+        self._names = {id(p): name for _, p, name in named_params(param_groups) if id(p) in keys}
+        self._numbers = {key: number for number, key in enumerate(self._names)}
+        self.size = len(self._numbers) + 1
+        self._comparison = Comparison()
 
     def write_counts(self, counts: Tensor, keys: Iterable[int]) -> None:
         """Write the counts of this rank into ``counts``, which is zeros.
@@ -51,27 +54,30 @@ class SameGradients:
             counts[number].fill_(1.0)
 
     def check(self, counts: Tensor, keys: Iterable[int]) -> None:
-        """Check the all-reduced counts. Synchronizes once for each set of gradients.
+        """Check the all-reduced counts; see :class:`~ampopt._step.rank_messages.Comparison`.
 
         Args:
             counts: the sums of the counts of all ranks.
             keys: the ``id`` of each parameter with a gradient on this rank.
 
         Raises:
-            RuntimeError: some ranks have gradients that others lack. Raised on every rank.
+            RuntimeError: some ranks have gradients that others lack, in this step or in an earlier
+                one. Raised on every rank.
         """
-        present = self._present(keys)
-        host_sees = backend_for(counts.device).host_sees
-        if not host_sees and (present in self._compared_sets or captures(counts.device)):
-            return
-        self._compared_sets.add(present)
-        *having, ranks = counts.tolist()
-        if any(n not in (0, ranks) for n in having):
-            raise RuntimeError(
-                "some ranks have gradients that others lack, but this step makes collectives "
-                "for DTensor gradients: give every rank gradients of the same parameters, zeros "
-                "if need be, or none; nothing has been stepped"
-            )
+        self._comparison.compare(counts, self._present(keys), self._difference)
+
+    def _difference(self, counts: list[float]) -> str | None:
+        """The difference between the gradients of ranks, as a message; ``None`` without one."""
+        *having, ranks = counts
+        named = zip(self._names.values(), having, strict=True)
+        lacking = [f"{name}: {n:.0f} of {ranks:.0f} ranks" for name, n in named if 0 < n < ranks]
+        if not lacking:
+            return None
+        return (
+            f"some ranks have gradients that others lack ({'; '.join(lacking[:4])}), but this step "
+            "makes collectives for DTensor gradients: give every rank gradients of the same "
+            "parameters, zeros if need be, or none"
+        )
 
     def _present(self, keys: Iterable[int]) -> tuple[int, ...]:
         """The numbers of the parameters in ``keys`` whose sums make collectives."""
@@ -148,7 +154,7 @@ class LinesOfRanks:
         self._agreement = agreement
         params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
         params = [param for param in params if param.ndim > 1]
-        self._same = SameGradients(params)
+        self._same = SameGradients(params, param_groups)
         self._sizes = [self._same.size]  # the counts come first, the sums after them
         self._first_parts: dict[int, int] = {}
         for param in params:

@@ -52,7 +52,6 @@ def agreement(
     param_groups: Sequence[dict[str, Any]],
     process_group: Any = None,
     *,
-    step_has_collectives: bool = False,
     optimizers: Sequence[Any] = (),
 ) -> Agreement | None:
     """The ranks that all-reduce overflow flags and norms of these parameters.
@@ -65,7 +64,6 @@ def agreement(
     Args:
         param_groups: the param groups of one optimizer, or of several.
         process_group: the process group that the user named; ``None`` without one.
-        step_has_collectives: see :class:`ampopt._step.rank_agreement.Agreement`.
         optimizers: the optimizers of these param groups, to compare their settings.
 
     Returns:
@@ -117,7 +115,6 @@ def agreement(
         mesh,
         _settings(optimizers, is_named=is_named),
         names_ranks=process_group is not None,
-        step_has_collectives=step_has_collectives,
     )
 
 
@@ -159,13 +156,8 @@ def _is_replicated(param: Any) -> bool:
 class AgreementCache:
     """The :func:`agreement` of some optimizers, remade once parameters or ranks have changed."""
 
-    def __init__(self, *, step_has_collectives: bool) -> None:
-        """Start with empty caches.
-
-        Args:
-            step_has_collectives: see :class:`ampopt._step.rank_agreement.Agreement`.
-        """
-        self._step_has_collectives = step_has_collectives
+    def __init__(self) -> None:
+        """Start with empty caches."""
         self._lists: list[Any] = []
         self._members = IdentityGuard([], [])
         self._params: list[Any] = []
@@ -187,12 +179,7 @@ class AgreementCache:
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
         key = process_group, replicated, placements(self._params)
         if key != self._key:
-            self._agreement = agreement(
-                groups,
-                process_group,
-                step_has_collectives=self._step_has_collectives,
-                optimizers=optimizers,
-            )
+            self._agreement = agreement(groups, process_group, optimizers=optimizers)
             self._key = key
         return self._agreement
 

@@ -201,7 +201,7 @@ class RuleStep(StepStrategy):
             step: ``ElementwiseOptimizer.step`` without hooks, which passes :attr:`step_request` to
                 ``runner``.
         """
-        super().__init__(optimizer, runner, step_has_collectives=runner.rule.averages is not None)
+        super().__init__(optimizer, runner)
         self._step = step
 
     @property

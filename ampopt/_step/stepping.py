@@ -83,16 +83,12 @@ class StepStrategy(RefersToOptimizer, ABC):
         self,
         optimizer: torch.optim.Optimizer,
         runner: "RuleRunner | None",
-        *,
-        step_has_collectives: bool,
     ) -> None:
         """Start *idle*.
 
         Args:
             optimizer: the optimizer to step; stored as a weak reference.
             runner: see the class.
-            step_has_collectives: whether the step itself calls collectives, as operations on
-                ``DTensor``s do; see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         super().__init__(optimizer)
         self.runner = runner
@@ -107,7 +103,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.grad_norm: Tensor | None = None
         self.step_request: Request | None = None
         self.left_out = LeftOut()
-        self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
+        self._agreement = ranks.AgreementCache()
         self._warned_without_gradients = False
 
     @property

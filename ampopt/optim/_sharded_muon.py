@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step.rank_sums import SameGradients
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.meshes import group_of
+from ampopt._step.sharding.meshes import covering, groups_of
 from ampopt._step.sharding.whole_matrices import WholeMatrices
 from ampopt._step.torch_private import adjusted_lr, orthogonalize
 
@@ -34,27 +34,20 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
             :meth:`SameGradients.check`. Nothing has changed then.
     """
     params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    with_grads = [(group, p) for group, p in params if p.grad is not None]
-    shards = _ShardedMatrices.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
-    if shards is None or any(p.is_complex() or p.grad.is_sparse for _, p in with_grads):
+    groups = {p: group for group, p in params if p.grad is not None}
+    sharded = [p for _, p in params if dtensor.is_dtensor(p) and (p.requires_grad or p in groups)]
+    matrices = _matrices_of(optimizer, sharded)
+    if matrices is None or any(p.is_complex() or p.grad.is_sparse for p in groups):
         return False
-    device = params[0][1].device
-    matrices = shards.matrices([p for _, p in with_grads if dtensor.is_dtensor(p)], device)
-    updates = {p: _update(optimizer, group, p, make_state) for group, p in with_grads}
-    groups = {p: group for group, p in with_grads}
-    whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_dtensor(p)}
-    if matrices.params:
-        gathered_updates = matrices.gather([updates[p] for p in matrices.params])
-        whole |= {matrices.params[number]: update for number, update in gathered_updates.items()}
-    for param, update in whole.items():
+    updates = {p: _update(optimizer, group, p, make_state) for p, group in groups.items()}
+    whole = {p: update for p, update in updates.items() if not dtensor.is_dtensor(p)}
+    whole |= matrices.gather(updates)
+    for param in filter(groups.__contains__, tuple(whole)):
         group = groups[param]
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        whole[param] = orthogonalize(update, *how)
-    if matrices.params:
-        own_updates = {number: whole[matrices.params[number]] for number in matrices.owned_matrices}
-        parts = matrices.scatter(own_updates, updates[matrices.params[0]])
-        whole |= dict(zip(matrices.params, parts, strict=True))
-    for group, param in with_grads:
+        whole[param] = orthogonalize(whole[param], *how)
+    whole |= matrices.scatter(whole)
+    for param, group in groups.items():
         lr, p = group["lr"], dtensor.local(param.detach())
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         p.mul_(1 - lr * group["weight_decay"])
@@ -74,58 +67,34 @@ def _update(
     return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
 
-class _ShardedMatrices:
-    """The process group of the sharded matrices of one optimizer, cached between steps."""
+def _matrices_of(optimizer: Any, params: list[Any]) -> WholeMatrices | None:
+    """Assign the sharded matrices ``params`` to ranks; check that ranks have the same gradients.
 
-    def __init__(self, params: list[Any], group: Any) -> None:
-        """Store the parameters and their process group.
+    Returns:
+        ``None`` if no single process group contains all ranks of the matrices.
 
-        Args:
-            params: the sharded parameters, with gradients or without.
-            group: a process group that contains all of their ranks.
-        """
-        self._params, self._group = params, group
-        self._same = SameGradients(params)
-        self._matrices = WholeMatrices([], group)
-
-    @staticmethod
-    def of(optimizer: Any, params: list[Any]) -> "_ShardedMatrices | None":
-        """The cached object for these parameters, or a new one.
-
-        ``None`` if no single process group contains all of their ranks.
-        """
-        last = _LAST.get(optimizer)
-        if last is None or not _are_same(last._params, params):
-            group = group_of([param.device_mesh for param in params])
-            if group is None:
-                return None
-            last = _LAST[optimizer] = _ShardedMatrices(params, group)
-        return last
-
-    def matrices(self, present: list[Any], device: torch.device) -> WholeMatrices:
-        """Assign matrices to ranks, after a check that all ranks have the same gradients.
-
-        Args:
-            present: the sharded parameters with gradients.
-            device: the device of the collective.
-
-        Raises:
-            RuntimeError: the ranks have gradients of different parameters; see
-                :meth:`SameGradients.check`.
-        """
-        if torch.distributed.get_world_size(self._group) > 1:
-            counts, keys = torch.zeros(self._same.size, device=device), list(map(id, present))
-            self._same.write_counts(counts, keys)
-            torch.distributed.all_reduce(counts, group=self._group)
-            self._same.check(counts, keys)
-        if not _are_same(self._matrices.params, present):
-            self._matrices = WholeMatrices(present, self._group)
-        return self._matrices
+    Raises:
+        RuntimeError: see :meth:`SameGradients.check`.
+    """
+    known = _KNOWN.get(optimizer)
+    if known is None or list(map(id, known[0])) != list(map(id, params)):
+        mesh = covering(list(dict.fromkeys(param.device_mesh for param in params)))
+        groups = [] if mesh is None else groups_of(mesh)
+        matrices = WholeMatrices(params, groups[0], torch.bfloat16) if len(groups) == 1 else None
+        same = SameGradients(params, optimizer.param_groups)
+        known = _KNOWN[optimizer] = params, groups, matrices, same
+    _, groups, matrices, same = known
+    groups = [group for group in groups if torch.distributed.get_world_size(group) > 1]
+    if groups:
+        counts = torch.zeros(same.size, device=params[0].device)
+        keys = [id(param) for param in params if param.grad is not None]
+        same.write_counts(counts, keys)
+        for group in groups:
+            torch.distributed.all_reduce(counts, group=group)
+        same.check(counts, keys)
+    return matrices
 
 
-_LAST: WeakKeyDictionary[Any, _ShardedMatrices] = WeakKeyDictionary()
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    """Whether both lists have the same objects in the same order."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+_KNOWN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By optimizer: its sharded matrices, the process groups that reach their ranks one after another,
+and the two objects that :func:`_matrices_of` makes."""

@@ -52,7 +52,6 @@ class Muon(Optimizer, torch.optim.Muon):
     _ampopt = StrategyAttribute(
         HandwrittenStep,
         make_state=_make_state,
-        step_has_collectives=True,
         most_copied=math.inf,  # its step takes much longer than any copies
     )
 

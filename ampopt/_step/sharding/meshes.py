@@ -1,13 +1,12 @@
 """Device meshes: their ranks, and the process groups that contain all of these ranks."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ampopt._step.torch_private import flatten, root_of
 
-__all__ = ["covering", "group_of", "groups_of", "ranks_of"]
+__all__ = ["covering", "groups_of", "ranks_of"]
 
 
 def ranks_of(mesh: Any) -> list[int]:
@@ -46,13 +45,3 @@ def groups_of(mesh: Any) -> list[Any]:
     if mesh.mesh_dim_names:
         return [flatten(mesh).get_group()]
     return mesh.get_all_groups()
-
-
-def group_of(meshes: Sequence[Any]) -> Any:
-    """One process group of every rank of ``meshes``; ``None`` if torch has no such group.
-
-    May create the group, which is a collective call.
-    """
-    mesh = covering(list(dict.fromkeys(meshes)))
-    groups = [] if mesh is None else groups_of(mesh)
-    return groups[0] if len(groups) == 1 else None

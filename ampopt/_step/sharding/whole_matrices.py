@@ -4,7 +4,6 @@ Matrices are distributed over ranks, so that work and memory are balanced. All m
 take two collectives.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,150 +18,138 @@ __all__ = ["WholeMatrices"]
 
 
 class _Shard(NamedTuple):
-    """The shard of one matrix on one rank.
+    """The shard of one matrix that two ranks exchange: its holder, and the owner of the matrix.
 
     Attributes:
-        matrix: the number of the matrix.
-        rank: the rank in the process group.
+        param: the matrix.
+        peer: the other one of the two ranks, as a rank in the process group.
         runs: the indices of its rows and of its columns.
         is_copy: whether another rank sends the same shard.
     """
 
-    matrix: int
-    rank: int
+    param: Any
+    peer: int
     runs: list[list[Run]]
     is_copy: bool
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """The shape of the shard."""
-        return tuple(sum(run.length for run in runs) for runs in self.runs)
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of the shard."""
-        return torch.Size(self.shape).numel()
+        return torch.Size(sum(run.length for run in runs) for runs in self.runs)
 
 
 class WholeMatrices:
     """Assigns each matrix to the rank that gathers it, its owner, and moves the shards.
 
+    Every rank sends and receives shards of all matrices, those without a value as zeros. So no rank
+    waits in vain for another one that has values of other matrices.
+
     Attributes:
         params: the sharded matrices.
-        owned_matrices: the numbers of the matrices that this rank gathers.
+        group: the process group.
+        n_ranks: the number of ranks in it.
     """
 
-    def __init__(self, params: list[Any], group: Any) -> None:
+    def __init__(self, params: list[Any], group: Any, dtype: torch.dtype) -> None:
         """Assign the matrices to ranks, balancing the estimated time of products with them.
 
         Args:
             params: ``DTensor``s of two dimensions, the same on each rank.
             group: a process group of all ranks of their meshes.
+            dtype: the dtype of what is gathered and scattered.
         """
-        self.params, self._group = params, group
-        number_of = {r: i for i, r in enumerate(torch.distributed.get_process_group_ranks(group))}
-        self._n_ranks, here = len(number_of), torch.distributed.get_rank()
-        self._shapes = [tuple(param.shape) for param in params]
-        self.owned_matrices: list[int] = []
-        self._gathered_shards: list[_Shard] = []
-        self._ours: list[tuple[int, _Shard]] = []  # shards of this rank, with the owner
+        self.params, self.group = params, group
+        rank_in_group = {
+            rank: i for i, rank in enumerate(torch.distributed.get_process_group_ranks(group))
+        }
+        self.n_ranks, here = len(rank_in_group), torch.distributed.get_rank()
+        self._like = torch.empty(0, dtype=dtype, device=params[0].device)
+        self._held: list[_Shard] = []  # by this rank
+        self._owned: list[_Shard] = []  # shards of the matrices that this rank owns
         loads: dict[Any, list[int]] = {}
-        costs = [param.numel() * min(param.shape) for param in params]
-        for matrix in sorted(range(len(params)), key=costs.__getitem__, reverse=True):
-            mesh, placements = params[matrix].device_mesh, params[matrix].placements
+        costs = {param: param.numel() * min(param.shape) for param in params}
+        for param in sorted(params, key=costs.__getitem__, reverse=True):
+            mesh, placements = param.device_mesh, param.placements
             load = loads.setdefault(mesh, [0] * mesh.size())
             owner = load.index(min(load))
-            load[owner] += max(costs[matrix], 1)
-            ranks = ranks_of(mesh)
-            coordinates = list(product(*map(range, mesh.shape)))
-            copied_dims = [
-                dim for dim, placement in enumerate(placements) if placement.is_replicate()
-            ]
-            is_owner = ranks[owner] == here
-            if is_owner:
-                self.owned_matrices.append(matrix)
+            load[owner] += max(costs[param], 1)
+            ranks, coordinates = ranks_of(mesh), list(product(*map(range, mesh.shape)))
+            copied_dims = [dim for dim, place in enumerate(placements) if place.is_replicate()]
             for rank, at in zip(ranks, coordinates, strict=True):
-                if is_owner or rank == here:
-                    runs = runs_at(params[matrix].shape, mesh.shape, at, placements)
-                    is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied_dims)
-                    shard = _Shard(matrix, number_of[rank], runs, is_copy)
-                    if is_owner:
-                        self._gathered_shards.append(shard)
-                    if rank == here:
-                        self._ours.append((number_of[ranks[owner]], shard))
-        # Sender and receiver have to agree on the order of shards in one message.
-        self._gathered_shards.sort(key=lambda shard: (shard.rank, shard.matrix))
-        self._ours.sort(key=lambda entry: (entry[0], entry[1].matrix))
+                if here not in (rank, ranks[owner]):
+                    continue
+                runs = runs_at(param.shape, mesh.shape, at, placements)
+                is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied_dims)
+                if rank == here:
+                    peer = rank_in_group[ranks[owner]]
+                    self._held.append(_Shard(param, peer, runs, is_copy))
+                if ranks[owner] == here:
+                    self._owned.append(_Shard(param, rank_in_group[rank], runs, is_copy))
+        for shards in (self._held, self._owned):  # in each message, in the order of the loop above
+            shards.sort(key=lambda shard: shard.peer)
 
-    def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def gather(self, parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Gather the matrices that this rank owns, by one collective.
 
         Args:
-            parts: the local shard of each matrix, all of one dtype.
+            parts: the local shard of each matrix that has a value.
 
         Returns:
-            Whole matrices by number.
+            The whole matrices that this rank owns.
         """
-        if self._n_ranks == 1:
-            return dict(enumerate(parts))
-        outgoing = [(owner, shard) for owner, shard in self._ours if not shard.is_copy]
-        incoming = [shard for shard in self._gathered_shards if not shard.is_copy]
-        messages = self._exchange(
-            parts[0],
-            [(owner, parts[shard.matrix]) for owner, shard in outgoing],
-            [(shard.rank, shard) for shard in incoming],
+        if self.n_ranks == 1:
+            return dict(parts)
+        sent = [shard for shard in self._held if not shard.is_copy]
+        received = [shard for shard in self._owned if not shard.is_copy]
+        pieces = (
+            parts[s.param] if s.param in parts else self._like.new_zeros(s.shape) for s in sent
         )
-        whole = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in self.owned_matrices}
-        for shard, message in zip(incoming, messages, strict=True):
+        owned = dict.fromkeys(shard.param for shard in self._owned)
+        whole = {param: self._like.new_empty(param.shape) for param in owned}
+        for shard, message in self._exchange(sent, pieces, received):
             for here, there in boxes(shard.runs):
-                whole[shard.matrix][there] = message[here]
+                whole[shard.param][there] = message[here]
         return whole
 
-    def scatter(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
+    def scatter(self, whole: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Scatter the matrices to their shards, by one collective: undoes :meth:`gather`.
 
         Args:
-            whole: the matrices that this rank owns, by number.
-            like: a tensor of their dtype and device.
+            whole: the matrices that this rank owns.
 
         Returns:
             The local shard of each matrix.
         """
-        if self._n_ranks == 1:
-            return [whole[matrix] for matrix in range(len(self._shapes))]
+        if self.n_ranks == 1:
+            return dict(whole)
         pieces = []
-        for shard in self._gathered_shards:
-            piece = like.new_empty(shard.shape)
+        for shard in self._owned:
+            pieces.append(self._like.new_empty(shard.shape))
             for here, there in boxes(shard.runs):
-                piece[here] = whole[shard.matrix][there]
-            pieces.append((shard.rank, piece))
-        messages = self._exchange(like, pieces, self._ours)
-        own = {shard.matrix: m for (_, shard), m in zip(self._ours, messages, strict=True)}
-        return [own[matrix] for matrix in range(len(self._shapes))]
+                pieces[-1][here] = whole[shard.param][there]
+        messages = self._exchange(self._owned, pieces, self._held)
+        return {shard.param: message for shard, message in messages}
 
     def _exchange(
-        self,
-        like: Tensor,
-        outgoing: Sequence[tuple[int, Tensor]],
-        incoming: Iterable[tuple[int, _Shard]],
-    ) -> list[Tensor]:
-        """Send tensors to ranks, in order; return the shards received from ranks, in order."""
-        incoming = list(incoming)
-        to: Counter[int] = Counter()
-        of: Counter[int] = Counter()
-        for rank, tensor in outgoing:
-            to[rank] += tensor.numel() * like.element_size()
-        for rank, shard in incoming:
-            of[rank] += shard.numel * like.element_size()
-        flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in outgoing)]
-        out = like.new_empty(sum(shard.numel for _, shard in incoming))
+        self, sent: Sequence[_Shard], pieces: Iterable[Tensor], received: Sequence[_Shard]
+    ) -> list[tuple[_Shard, Tensor]]:
+        """Send a piece for each shard ``sent``; return what each shard ``received`` is."""
+        sizes = [shard.shape.numel() for shard in received]
+        out = self._like.new_empty(sum(sizes))
         # As bytes, since not every backend of torch.distributed accepts every dtype.
         torch.distributed.all_to_all_single(
             out.view(torch.uint8),
-            torch.cat(flat).view(torch.uint8),
-            [of[rank] for rank in range(self._n_ranks)],
-            [to[rank] for rank in range(self._n_ranks)],
-            group=self._group,
+            torch.cat([self._like, *(piece.reshape(-1) for piece in pieces)]).view(torch.uint8),
+            self._bytes_by_rank(received),
+            self._bytes_by_rank(sent),
+            group=self.group,
         )
-        messages = out.split([shard.numel for _, shard in incoming])
-        return [m.view(shard.shape) for m, (_, shard) in zip(messages, incoming, strict=True)]
+        messages = zip(received, out.split(sizes), strict=True)
+        return [(shard, message.view(shard.shape)) for shard, message in messages]
+
+    def _bytes_by_rank(self, shards: Iterable[_Shard]) -> list[int]:
+        """The number of bytes that are exchanged with each rank."""
+        sizes = [0] * self.n_ranks
+        for shard in shards:
+            sizes[shard.peer] += shard.shape.numel() * self._like.element_size()
+        return sizes

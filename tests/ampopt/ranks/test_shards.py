@@ -4,6 +4,7 @@ This process trains the whole model, on ordinary tensors, to compare with. Gradi
 powers of two, so that clipping by a norm, summed in whatever order, is exact too.
 """
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,8 @@ import ampopt
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.dtensor import placed_as
+from ampopt._synchronization import watching
+from ampopt.testing import as_on_a_device
 from ampopt.testing.bits import bits
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -478,9 +481,43 @@ def with_gradients_of(which: int, name: str, plain: bool) -> str:
 @pytest.mark.parametrize("name", ["Adafactor", "Damped", "Muon"])
 def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ranks, name, plain):
     texts = two_ranks.run(with_gradients_of, 1, name, plain, timeout=10)
-    assert all("some ranks have gradients that others lack" in text for text in texts)
+    lacking = "some ranks have gradients that others lack (group 0, parameter 0: 1 of 2 ranks)"
+    assert all(lacking in text for text in texts)
     for which in (2, 3):
         assert two_ranks.run(with_gradients_of, which, name, plain) == ["", ""]
+
+
+def alternating(name: str) -> tuple[list[int], str]:
+    """What a rank on a device reads while it alternates with others between two sets of gradients.
+
+    Returns:
+        How often the host read a tensor, in each step of which only one rank has other gradients
+        than the others; and the error of such a step.
+    """
+    reads: list[int] = []
+    with as_on_a_device():
+        params: Any = [Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0])) for _ in range(2)]
+        optimizer = named(name)(params)
+        for step in range(24):
+            for number, p in enumerate(params):
+                here = step + (step > 3 and torch.distributed.get_rank() == 1)
+                p.grad = torch.ones_like(p) if number == here % 2 else None
+            looks: list[str] = []
+            try:
+                with watching(looks.append) if 3 < step < 8 else nullcontext():
+                    optimizer.step()
+            except RuntimeError as error:
+                return reads, str(error)
+            reads.append(len(looks))
+    return reads, ""
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_ranks_that_alternate_between_gradients_apart_learn_of_it_on_a_device(two_ranks, name):
+    for reads, text in two_ranks.run(alternating, name, timeout=10):
+        assert set(reads) == {0}
+        assert "(group 0, parameter 0: 1 of 2 ranks; group 0, parameter 1: 1 of 2 ranks)" in text
+        assert "found some steps later" in text
 
 
 def stages(name: str) -> list[float]:
