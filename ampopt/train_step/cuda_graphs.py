@@ -95,8 +95,7 @@ class _Capture:
         norm: the gradient norm that the graph writes; ``None`` if it does not clip.
         decision: the overflow decision that the graph writes.
         plan: the optimizer's plan, with the parameters and states of the step.
-        records: the watch and the skip conditions that the graph runs.
-        tensors: the hyperparameters that the graph reads from the device, and a static scale.
+        fixed: see :meth:`CapturedSteps._fixed`.
         modules: the modes and the buffers of the model's modules.
     """
 
@@ -107,8 +106,7 @@ class _Capture:
     norm: Tensor | None
     decision: Any
     plan: Plan
-    records: tuple[Any, ...]
-    tensors: list[Tensor]
+    fixed: list[Any]
     modules: IdentityGuard
 
 
@@ -129,7 +127,7 @@ class CapturedSteps:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._trainable: list[bool] = []
         self._zeroed_versions: list[int] = []  # the version of each gradient after it was zeroed
-        self._last_step: tuple[Any, Any] = None, None  # decision and records of the last warm-up
+        self._last_step: tuple[Any, list[Any]] = None, []  # of the warm-up: decision, and `_fixed`
         self._capture: _Capture | None = None
         self._kind: Any = None
         self._warm = 0
@@ -162,7 +160,7 @@ class CapturedSteps:
         if self._capture is None:
             if kind != self._kind:
                 self._kind, self._warm = kind, 0
-            if self._warm < _WARM_STEPS or not self._was_last_step():
+            if self._warm < _WARM_STEPS or not self._was_last_step(scale):
                 result = self._run_without_graph(body, batch, scale)
                 self._warm += 1
                 return result
@@ -189,19 +187,19 @@ class CapturedSteps:
             before, params = self._gradients, list(params_of(self._optimizer.param_groups))
             self._gradients = [(p, p.grad) for p in params if p.grad is not None]
             self._trainable = [p.requires_grad for p in params]
-            self._last_step = self._optimizer._ampopt.runner.decision, self._records()
+            self._last_step = self._optimizer._ampopt.runner.decision, self._fixed(scale)
             if self._warm:
                 self._refuse_others({p for p, _ in before} ^ {p for p, _ in self._gradients})
         return result
 
-    def _was_last_step(self) -> bool:
+    def _was_last_step(self, scale: Any) -> bool:
         """Whether the optimizer has taken no step since the warm-up, and would take the same again.
 
         A step by hand, or a new watch, needs other tables, which a capture cannot send.
         """
-        decision, records = self._last_step
-        is_same = self._optimizer._ampopt.runner.decision is decision
-        return is_same and self._records() == records
+        decision, fixed = self._last_step
+        is_last = self._optimizer._ampopt.runner.decision is decision
+        return is_last and _are_same(self._fixed(scale), fixed)
 
     def _capture_step(self, body: Body, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
         """Capture the step, with copies of the inputs and of the scale, which replays overwrite."""
@@ -225,8 +223,7 @@ class CapturedSteps:
             norm=optimizer._ampopt.grad_norm,
             decision=optimizer._ampopt.runner.decision,
             plan=plan,
-            records=self._records(),
-            tensors=self._fixed_tensors(scale),
+            fixed=self._fixed(scale),
             modules=self._guarded_modules(),
         )
 
@@ -312,31 +309,25 @@ class CapturedSteps:
         if plan is None or not plan.reusable:  # capturing it is an error; see _check
             return capture is None
         if capture is not None:
-            tensors = self._fixed_tensors(scale)
-            if plan is not capture.plan or self._records() != capture.records:
-                return False
-            if list(map(id, tensors)) != list(map(id, capture.tensors)):
-                return False
-            if scale is not None and scale._policy != capture.scale._policy:
-                return False
-            if not capture.modules.unchanged():
+            is_same = plan is capture.plan and _are_same(self._fixed(scale), capture.fixed)
+            if not (is_same and capture.modules.unchanged()):
                 return False
         present = plan.present
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
             return plan.revalidate(steps.optimizer, steps.rule) and plan.present == present
 
-    def _records(self) -> tuple[Any, ...]:
-        """The watch and the skip conditions that a step runs now."""
-        observers = self._optimizer._ampopt.observers
-        return observers.watch, *observers.causes
+    def _fixed(self, scale: Any) -> list[Any]:
+        """The objects that a graph uses as they are now.
 
-    def _fixed_tensors(self, scale: Any) -> list[Tensor]:
-        """Tensors that the graph reads where they are: hyperparameters, and a static scale."""
-        optimizer = self._optimizer
+        These are the watch and the skip conditions, the hyperparameters that are tensors, and the
+        schedule of ``scale``, or its tensor if it is static.
+        """
+        optimizer, observers = self._optimizer, self._optimizer._ampopt.observers
         values = [x for group in optimizer.param_groups for x in optimizer.rule.hyper_values(group)]
-        if scale is not None and scale._counters is None:
-            values.append(scale._value)
-        return [x for x in values if isinstance(x, Tensor)]
+        fixed = [observers.watch, *observers.causes, *(x for x in values if isinstance(x, Tensor))]
+        if scale is not None:
+            fixed.append(scale._value if scale._counters is None else scale._policy)
+        return fixed
 
     def _guarded_modules(self) -> IdentityGuard:
         """The modes and the buffers of all modules, as they are now; not of scripted ones."""
@@ -428,6 +419,11 @@ def _copy_of(scale: Any) -> Any:
     if scale is None or scale._counters is None:
         return scale
     return scale._with(scale._value.clone(), scale._counters.clone())
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    """Whether both have the same objects."""
+    return list(map(id, now)) == list(map(id, before))
 
 
 def _kind(leaf: Any) -> Any:

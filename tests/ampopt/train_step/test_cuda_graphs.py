@@ -455,6 +455,23 @@ def test_a_model_that_replaces_its_buffers_is_refused(graphs):
 
 
 @stand_in_only
+def test_a_model_may_make_its_buffers_in_its_first_step(graphs):
+    class Counting(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if not hasattr(self, "seen"):
+                self.register_buffer("seen", torch.zeros(()))
+            self.seen += 1
+            return super().forward(input)
+
+    model = Counting(2, 1)
+    optimizer = ampopt.SGD(model.parameters())
+    step = TrainStep(model, MSE, optimizer, 1.0, cuda_graph=True, autocast=None)
+    for _ in range(CAPTURED_AT + 2):
+        step(*batch())
+    assert graphs.captures == 1
+
+
+@stand_in_only
 def test_a_step_with_another_kind_of_scale_is_captured_again(graphs):
     def train(training: Training) -> None:
         training(1.0, 2.0, 3.0, 4.0)
