@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
         # StaticLossScale(drop_overflow_update=False) applies an overflowed update.
         skipped = drops(self.scale) and bool(self.found_inf > 0)
         if skipped and isinstance(self.scale, LossScale):
-            self.scale._warn_if_collapsed()  # reads the scale, for which nothing waits any more
+            self.scale.item()  # warns of a scale that has collapsed; nothing waits for it any more
         return skipped
 
     @property
@@ -94,8 +94,7 @@ def is_flag(tensor: Tensor) -> bool:
 
 def reports_of(found_inf: Any) -> tuple[GradientReport | RankFlags, ...]:
     """The overflows of a flag; empty for a tensor that is not a flag, or is a copy of one."""
-    reports = getattr(found_inf, "_ampopt_reports", ())
-    return reports if isinstance(reports, _Reports) else ()
+    return tuple(getattr(found_inf, "_ampopt_reports", ()))
 
 
 def overflowed(found_inf: Tensor) -> list[str]:

@@ -95,7 +95,7 @@ class LossScale(AnyScale):
     # For authors of subclasses: provide the abstract methods, and `_value`, `_policy` and the
     # others that `AnyScale` lists. Without a `_policy`, a scale is its own next scale and has no
     # `_generation`. With one, each next scale, copy and unpickled scale has its own, and loading
-    # makes a new one. `_warn_if_collapsed()` is called only where the host has the number anyway.
+    # makes a new one.
 
     _placed: bool = False
 
@@ -185,9 +185,6 @@ class LossScale(AnyScale):
     def item(self) -> float:
         """The scale as a Python number. Synchronizes: the host waits for the device."""
         return self._value.item()
-
-    def _warn_if_collapsed(self) -> None:  # only a dynamic scale can fall
-        """Warn once if the scale has fallen so low that it is of no use. Synchronizes."""
 
     def __float__(self) -> float:
         """The same as :meth:`item`. Synchronizes."""

@@ -208,14 +208,13 @@ class DynamicLossScale(LossScale):
         return self._with(value.to(torch.float32), torch.stack(counters).to(torch.int32))
 
     def item(self) -> float:
-        """The scale as a Python number; see :meth:`LossScale.item`. Synchronizes."""
+        """The scale as a Python number; see :meth:`LossScale.item`. Synchronizes.
+
+        Warns once if the scale has fallen to ``min_scale`` or below ``2**-24``.
+        """
         value = super().item()
         self._collapse.say_once(value, self._schedule.init_scale, self._schedule.min_scale)
         return value
-
-    def _warn_if_collapsed(self) -> None:
-        """Warn once if the scale is at ``min_scale`` or below ``2**-24``. Synchronizes."""
-        self.item()
 
     def state_dict(self) -> dict[str, Any]:
         """All that has to be saved, as plain Python objects. Synchronizes."""

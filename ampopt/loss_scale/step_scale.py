@@ -99,6 +99,7 @@ def as_loss_scale(
         if not scale._placed or scale._value.device != device:
             scale._place(device)
         return scale
+    constants = uploads.setdefault(device, Uploads())
     if isinstance(scale, Tensor):
         check_scale_tensor("grads_scaled_by", scale)
         if scale.is_meta and device.type != "meta":
@@ -112,11 +113,9 @@ def as_loss_scale(
                 f"move it there with scale.to({str(device)!r})"
             )
         dtype = torch.float64 if scale.dtype == torch.float64 else torch.float32
-        constants = uploads.setdefault(device, Uploads())
         return BareScale(scale.detach().to(dtype), constants, in_closure=in_closure)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise no_scale("grads_scaled_by", scale)
-    constants = uploads.setdefault(device, Uploads())
     (value,) = constants.get("bare scale", [check_scale_number(scale)], torch.float32, device)
     return BareScale(value, constants, in_closure=in_closure)
 
@@ -144,10 +143,7 @@ def next_scale_of(scale: AnyScale | None, decision: Decision | None) -> Any:
     policy_decision: Any = decision  # has the next scale and counters if the scale has a policy
     next_scale = scale._with(policy_decision.scale, policy_decision.counters)
     coefficients = decision.coefficients  # no tensor if the host has read it, and so the scale, too
-    if (
-        not isinstance(coefficients, Tensor)
-        and coefficients.skip > 0
-        and isinstance(next_scale, LossScale)
-    ):
-        next_scale._warn_if_collapsed()
+    host_skips = not isinstance(coefficients, Tensor) and coefficients.skip > 0
+    if host_skips and isinstance(next_scale, LossScale):
+        next_scale.item()  # warns of a scale that has collapsed
     return next_scale
