@@ -235,17 +235,17 @@ def _refuse_shared(optimizers: list[Optimizer]) -> None:
     """Raise if an optimizer occurs twice, or two of them have a parameter in common."""
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if owners.setdefault(id(param), index) == index:
-                    continue
-                if optimizer is optimizers[owners[id(param)]]:
-                    raise ValueError(
-                        f"optimizers: {type(optimizer).__name__} {index} is also number "
-                        f"{owners[id(param)]}; pass each optimizer once"
-                    )
+        for param in gradients.params_of(optimizer.param_groups):
+            other = owners.setdefault(id(param), index)
+            if other == index:
+                continue
+            if optimizer is optimizers[other]:
                 raise ValueError(
-                    f"optimizers {owners[id(param)]} and {index} share a parameter, "
-                    f"{gradients.name_of(optimizer.param_groups, param)} of the latter: its "
-                    "gradient would be unscaled and counted twice; leave it to one of them"
+                    f"optimizers: {type(optimizer).__name__} {index} is also number {other}; pass "
+                    "each optimizer once"
                 )
+            raise ValueError(
+                f"optimizers {other} and {index} share a parameter, "
+                f"{gradients.name_of(optimizer.param_groups, param)} of the latter: its gradient "
+                "would be unscaled and counted twice; leave it to one of them"
+            )

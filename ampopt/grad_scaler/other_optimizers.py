@@ -57,10 +57,6 @@ class Record:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
         return optimizer is self.optimizer or optimizer.param_groups is self.groups
 
-    def set_result(self, found_inf: Tensor | None, next_scale: LossScale) -> None:
-        """Store the overflow flag of the gradients and the next scale."""
-        self.found_inf, self.next_scale = found_inf, next_scale
-
     @property
     def skipped(self) -> bool:
         """Whether the step is skipped. Synchronizes."""
@@ -97,11 +93,9 @@ def check_gradients(record: Record, optimizer: Any, *, write: bool = False) -> N
     scale = record.scale
     agreement = record.check.agreement([optimizer], record.process_group)
     decision = record.check.check([optimizer], request_for(scale, write=write), agreement)
-    if decision is None:
-        record.set_result(None, scale)
-    else:
-        found_inf = as_flag(decision.found_inf, decision.overflow_reports)
-        record.set_result(found_inf, next_scale_of(scale, decision))
+    record.next_scale, record.found_inf = next_scale_of(scale, decision), None
+    if decision is not None:
+        record.found_inf = as_flag(decision.found_inf, decision.overflow_reports)
 
 
 def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -189,7 +189,7 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         self._refuse_shared(record, optimizer)
         if _has_control_points(optimizer):
-            record.set_result(*optimizer.unscale(grads_scaled_by=record.scale))
+            record.found_inf, record.next_scale = optimizer.unscale(grads_scaled_by=record.scale)
             _note_unscale(record, optimizer)
         else:
             others.unscale(record, optimizer)
@@ -278,8 +278,7 @@ class GradScaler(scheduled.ScheduledScaler):
                     if _pending(optimizer) is not None:  # the step has raised after unscaling
                         _note_unscale(record, optimizer)
                     raise
-            record.set_result(result.found_inf, result.scale)
-            return_value = result.loss
+            return_value, record.found_inf, record.next_scale = result
         elif others.wants_scaler(optimizer):
             others.warn_of_scaler()
             return_value = optimizer.step(*args, **kwargs, grad_scaler=self)

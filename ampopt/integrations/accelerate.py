@@ -113,23 +113,21 @@ def _masters_of(accelerator: Any) -> dict[Tensor, Tensor]:
     }
 
 
-def _replaced_by_masters(accelerator: Any, parameters: Any) -> Iterator[Tensor]:
-    """``parameters``, a tensor or several, with masters in place of those that have one."""
-    masters = _masters_of(accelerator)
-    for param in [parameters] if isinstance(parameters, Tensor) else parameters:
-        yield masters.get(param, param)
-
-
 def _of_masters(accelerator: Any, clip: Callable[..., Any]) -> Callable[..., Any]:
     """``clip``, a method of ``accelerator``, with master weights in place of their parameters."""
+
+    def replaced(parameters: Any) -> Iterator[Tensor]:
+        # A generator, which Accelerate runs once it has unscaled: only then do 24-bit masters have
+        # tensors with gradients, and `parameters`, if it is master_params(), may be read.
+        masters = _masters_of(accelerator)
+        for param in [parameters] if isinstance(parameters, Tensor) else parameters:
+            yield masters.get(param, param)
 
     @functools.wraps(clip)
     def clip_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not _masters_of(accelerator):
             return clip(parameters, *args, **kwargs)
-        # A generator, which Accelerate runs once it has unscaled: only then do 24-bit masters have
-        # tensors with gradients, and `parameters`, if it is master_params(), may be read.
-        tensors = _replaced_by_masters(accelerator, parameters)
+        tensors = replaced(parameters)
         if accelerator.distributed_type != DistributedType.FSDP or clip.__name__ != _BY_NORM:
             return clip(tensors, *args, **kwargs)  # under FSDP it refuses to clip by value
         if not accelerator.is_fsdp2:

@@ -39,7 +39,6 @@ class StepRecord:
         """
         self._scaler = scaler
         self._steps = 0
-        self._skips: Tensor | None = None
         self._last: dict[str, Tensor] = {}
         self._watch_numbers: dict[str, float] = {}
         self._hooks = [optimizer.register_step_post_hook(self._note)]
@@ -60,8 +59,6 @@ class StepRecord:
             step, and ``norm`` is present without clipping, too.
         """
         numbers: dict[str, float | Tensor] = {"steps": float(self._steps), **self._last}
-        if self._skips is not None:
-            numbers["skips"] = self._skips
         scale = _scale_of(self._scaler)
         if scale is not None:
             numbers["scale"] = scale
@@ -73,9 +70,10 @@ class StepRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, and the statistics of the watch, if there is one. Synchronizes."""
+        skips = self._last.get("skips")
         return {
             "steps": self._steps,
-            "skips": None if self._skips is None else self._skips.item(),
+            "skips": None if skips is None else skips.item(),
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
 
@@ -89,8 +87,7 @@ class StepRecord:
         """
         self._steps, skips = state_dict["steps"], state_dict["skips"]
         if skips is not None:
-            skipped = self._last.get("skipped", torch.zeros(()))
-            self._skips = torch.full_like(skipped, skips)
+            self._last = {**self._last, "skips": torch.tensor(float(skips))}
         if self._watch is not None and state_dict["watch"] is not None:
             try:
                 self._watch.load_state_dict(state_dict["watch"])
@@ -113,10 +110,8 @@ class StepRecord:
         # Torch's scaler sets the number 0 if nothing has a gradient.
         is_known = isinstance(flag, Tensor)
         skipped = (flag.detach().reshape(()) > 0).float() if is_known else torch.zeros(())
-        if self._skips is None:
-            self._skips = torch.zeros_like(skipped)
-        self._skips = self._skips.to(skipped.device) + skipped  # loaded counts are on the CPU
-        self._last = {"skipped": skipped}
+        skips = self._last.get("skips", torch.zeros(()))  # on the CPU also if loaded
+        self._last = {"skips": skips.to(skipped.device) + skipped, "skipped": skipped}
         norm = getattr(optimizer, "grad_norm", None)
         if isinstance(norm, Tensor):
             self._last["norm"] = norm

@@ -40,7 +40,8 @@ class StaticLossScale(LossScale):
             TypeError: an argument is of the wrong type.
             ValueError: ``value`` is out of range.
         """
-        self._take(*_check_static(value, drop_overflow_update), placed=False)
+        drop = check_bool("drop_overflow_update", drop_overflow_update)
+        self._take(check_scale_number(value, "value"), drop, placed=False)
         if device is not None:
             self._place(device)
 
@@ -77,10 +78,9 @@ class StaticLossScale(LossScale):
         """
         if self._number == 1.0 and _is_of_dynamic_scale(state_dict):
             return
-        entries = check_entries(self, state_dict, tuple(self._settings()))
-        number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
-        if self._number != 1.0 or number == 1.0:
-            self._take(number, drop, self._placed)
+        saved = StaticLossScale(**check_entries(self, state_dict, tuple(self._settings())))
+        if self._number != 1.0 or saved._number == 1.0:
+            self._take(saved._number, saved._drop, self._placed)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
@@ -94,9 +94,3 @@ def _is_of_dynamic_scale(state_dict: Any) -> bool:
     state = state_dict.get("loss_scale", state_dict)  # ampopt.GradScaler saves its scale whole
     dynamic = ("growth", "_growth_tracker")  # of a scale, and of a scaler
     return not state or any(name in state for name in dynamic)
-
-
-def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:
-    """``value`` as a float32 number, and ``drop_overflow_update`` as a bool."""
-    drop = check_bool("drop_overflow_update", drop_overflow_update)
-    return check_scale_number(value, "value"), drop
