@@ -2,7 +2,6 @@
 
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,21 +98,15 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
                 "averages: call train() before the forward pass of a step"
             )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, in the mode of the others."""
-        if self.param_groups:
-            param_group.setdefault("train_mode", self.param_groups[0]["train_mode"])
-        super().add_param_group(param_group)
-
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
         """Move the parameters of all groups that are in the other mode, and set their mode."""
-        groups = [group for group in self.param_groups if group["train_mode"] != train]
         for index, members in groupby(named_params(self.param_groups), itemgetter(0)):
-            if (group := self.param_groups[index])["train_mode"] != train:
-                named = ((name, param) for _, param, name in members)
-                self._ampopt.runner.checks.check_states(self.rule, group, named)
-        for group in groups:
+            named = ((name, param) for _, param, name in members)
+            self._ampopt.runner.checks.check_states(self.rule, self.param_groups[index], named)
+        for group in self.param_groups:
+            if group["train_mode"] == train:
+                continue
             group["train_mode"] = train
             beta1, _ = group["betas"]
             to_z = 1 - beta1 if train else 1 - 1 / beta1
@@ -121,5 +114,4 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
                 if (z := self.state.get(param, {}).get("z")) is not None:
                     # z is float32 for parameters that are rounded at random.
                     full.copy_(full.to(z.dtype).lerp_(z, to_z))
-                    if full is not param:
-                        param.copy_(full)
+                    param.copy_(full)

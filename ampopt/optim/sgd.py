@@ -1,6 +1,5 @@
 """Stochastic gradient descent."""
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.gradients import params_of
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
@@ -18,6 +18,11 @@ __all__ = ["SGD"]
 
 (_STEPPED,) = (part.name for part in rules.sgd.scalar_state)
 _BUFFER = "momentum_buffer"
+
+
+def _dampens(group: dict[str, Any]) -> bool:
+    """Whether a step of ``group`` needs the flag, as its momentum is dampened."""
+    return bool(rules.sgd.scalar_state_for(rules.sgd.flag_values(group)))
 
 
 def _drop_initial(state: dict[str, Any]) -> None:
@@ -86,22 +91,18 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
 
         Synchronizes if there is dampening.
         """
-        if self.defaults["differentiable"]:  # then no step is by the rule, which makes them
-            return
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in params_of(self.param_groups):
             if _STEPPED in self.state.get(param, {}):
                 _drop_initial(self.state[param])
 
     def _complete_states(self) -> None:
         """Add the flag ``stepped`` where it is needed and missing."""
-        for group in self.param_groups:
-            if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
-                for param in group["params"]:
-                    state = self.state.get(param, {})
-                    buffer = state.get(_BUFFER, state.get(codes_key(_BUFFER)))
-                    if buffer is not None:
-                        # torch makes the buffer in the first step, so there was one.
-                        state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
+        for param in params_of(filter(_dampens, self.param_groups)):
+            state = self.state.get(param, {})
+            buffer = state.get(_BUFFER, state.get(codes_key(_BUFFER)))
+            if buffer is not None:
+                # torch makes the buffer in the first step, so there was one.
+                state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
 
     def initialize_states(self) -> None:
         """Make every state; see :meth:`ampopt.Optimizer.initialize_states`.
@@ -110,19 +111,18 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
             NotImplementedError: a group has momentum and dampening. Then a parameter has no buffer
                 in ``state_dict()`` before its first step, as in torch.
         """
-        for group in self.param_groups:
-            if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
-                raise NotImplementedError(
-                    "initialize_states: with dampening, a parameter has no momentum_buffer in "
-                    "state_dict() before its first step, as in torch"
-                )
+        if any(map(_dampens, self.param_groups)):
+            raise NotImplementedError(
+                "initialize_states: with dampening, a parameter has no momentum_buffer in "
+                "state_dict() before its first step, as in torch"
+            )
         super().initialize_states()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. Synchronizes if there is dampening."""
         state_dict = super().state_dict()
         states = state_dict["state"]
-        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
+        for key in params_of(state_dict["param_groups"]):
             if _STEPPED in states.get(key, {}):
                 states[key] = state = states[key].copy()
                 _drop_initial(state)

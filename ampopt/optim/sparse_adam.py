@@ -1,6 +1,5 @@
 """Adam for sparse gradients: only the elements that a gradient has are updated."""
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from typing_extensions import Unpack
 
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
+from ampopt._step.gradients import params_of
 from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
@@ -94,7 +94,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         """The state, as torch's. Synchronizes."""
         state_dict = super().state_dict()
         states = state_dict["state"]
-        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
+        for key in params_of(state_dict["param_groups"]):
             if "step" in states.get(key, {}):
                 states[key] = {**states[key], "step": int(states[key]["step"])}
         return state_dict
@@ -102,7 +102,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does, and move step counts to the devices of their parameters."""
         super().load_state_dict(state_dict)
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in params_of(self.param_groups):
             if "step" in self.state.get(param, {}):
                 _state_of(self, param)
 

@@ -55,6 +55,20 @@ def test_a_step_of_torchs_own_has_every_option(options):
     assert_train_alike(ours, torchs, gradients(options), range(3))
 
 
+@pytest.mark.parametrize(("dampening", "flag"), [(0.0, set()), (0.5, {"stepped"})])
+def test_a_loaded_state_of_sgd_has_a_flag_only_where_momentum_is_dampened(dampening, flag):
+    param = Parameter(torch.ones(2))
+    made = [
+        cls([param], momentum=0.5, dampening=dampening) for cls in (torch.optim.SGD, ampopt.SGD)
+    ]
+    param.grad = torch.ones(2)
+    made[0].step()
+    made[1].load_state_dict(made[0].state_dict())
+    made[1].step()
+    assert set(made[1].state[param]) == {"momentum_buffer", *flag}
+    assert set(made[1].state_dict()["state"][0]) == {"momentum_buffer"}
+
+
 LATER = {ampopt.LBFGS: ("maximize",)}
 """Arguments that torch has only since 2.14.1."""
 
