@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from ampopt.watching.found import Found, StartingNorms, Statistics
-from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
+from ampopt.watching.found import Found
+from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, Statistics
 
 __all__ = ["Reading", "RankStatistics", "as_dict", "merge"]
 
@@ -22,8 +22,7 @@ class RankStatistics:
 
     Attributes:
         steps: the number of steps so far.
-        parameters: by name, the statistics of a parameter; see
-            :mod:`ampopt_kernels.watch_statistics`.
+        parameters: by name, the numbers of a parameter; see :class:`Statistics`.
         totals: skips in a row, then skips by cause.
         recent: the last steps, shape (steps, RING), oldest first.
         by_rank: in how many steps each rank found an overflow; empty without other ranks.
@@ -40,44 +39,29 @@ class Reading:
     """The result of :meth:`ampopt.Watch.read_later`: statistics that may still be on their way."""
 
     def __init__(
-        self,
-        steps: int,
-        n_forgotten: int,
-        names: Sequence[tuple[torch.device, list[str]]],
-        statistics: Statistics,
-        found: Sequence[Found | StartingNorms],
-        *,
-        alone: bool,
+        self, names: Sequence[str], statistics: Statistics, found: Sequence[Found], *, alone: bool
     ) -> None:
-        """Start to copy what is not on the host.
+        """Take what was recorded, and what is on its way.
 
         Args:
-            steps: the number of steps so far.
-            n_forgotten: how many of the first steps are not in the ring, as a loaded state had
-                them.
-            names: the names of the parameters of each device; the device with the totals and the
-                ring first.
-            statistics: the statistics, which do not change any more.
+            names: the names of the parameters.
+            statistics: the statistics, which nothing else changes.
             found: what is not in ``statistics`` yet.
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
-        self._steps, self._n_forgotten, self._names = steps, n_forgotten, names
-        self._statistics, self._found, self._alone = statistics, list(found), alone
+        self._names, self._alone = names, alone
+        self._statistics, self._found = statistics, list(found)
 
     def done(self) -> bool:
         """Whether everything has arrived. Does not synchronize."""
         return all(found.done() for found in self._found)
 
-    def _complete(self) -> list[tuple[list[str], WatchStatistics]]:
-        """By device, names and statistics. Waits until everything has arrived."""
+    def _complete(self) -> Statistics:
+        """The statistics, on the host. Waits until everything has arrived."""
         for found in self._found:
             found.add_to(self._statistics)
-        self._found = []
-        by_device = self._statistics.by_device
-        return [
-            (names, replace(by_device[device], numbers=by_device[device].numbers.cpu()))
-            for device, names in self._names
-        ]
+        self._found, self._statistics = [], self._statistics.mapped(Tensor.cpu)
+        return self._statistics
 
     def result(self) -> dict[str, Any]:
         """The numbers, as of :meth:`ampopt.Watch.read`. Waits until everything has arrived."""
@@ -85,45 +69,35 @@ class Reading:
 
     def snapshot(self) -> RankStatistics:
         """The statistics of this rank. Waits until everything has arrived."""
-        of_devices = self._complete()
-        _, steps = of_devices[0]
-        ring = steps.ring
-        first = max(self._n_forgotten, self._steps - len(ring))
-        order = [number % len(ring) for number in range(first, self._steps)]
+        statistics = self._complete()
+        steps, ring = statistics.steps, statistics.ring.tolist()
+        last = [ring[number % len(ring)] for number in range(steps - len(ring), steps)]
         return RankStatistics(
-            self._steps,
-            {
-                name: row
-                for names, statistics in of_devices
-                for name, row in zip(names, statistics.parameters.tolist(), strict=True)
-            },
-            steps.totals.tolist(),
-            ring[order].tolist(),
+            steps,
+            dict(zip(self._names, statistics.parameters.tolist(), strict=True)),
+            statistics.totals.tolist(),
+            [entry for entry in last if entry[0] != NOT_GIVEN],
             {
                 rank: int(n)
-                for ranks, counts in self._statistics.by_rank.items()
-                for rank, n in zip(ranks, counts.cpu().tolist(), strict=True)
+                for ranks, counts in statistics.by_rank.items()
+                for rank, n in zip(ranks, counts.tolist(), strict=True)
             },
         )
 
     def latest(self) -> dict[str, Any]:
         """The last step and the totals. Waits until everything has arrived."""
-        _, steps = self._complete()[0]
-        entry = steps.ring[(self._steps - 1) % len(steps.ring)].tolist()
-        in_a_row, *by_cause = steps.totals.tolist()
-        stats = {**_step(self._steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
+        statistics = self._complete()
+        steps, ring = statistics.steps, statistics.ring
+        entry = ring[(steps - 1) % len(ring)].tolist()
+        in_a_row, *by_cause = statistics.totals.tolist()
+        stats = {**_step(steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
         return {**stats, "skips_in_a_row": int(in_a_row)}
 
     def worst_underflow(self) -> tuple[float, str]:
         """The largest ``underflow``, and the name of its parameter."""
-        shares = []
-        for names, statistics in self._complete():
-            table = statistics.parameters
-            share = table[:, 3] / table[:, 2].clamp(min=1)
-            if len(names):
-                place = int(share.argmax())
-                shares.append((float(share[place]), names[place]))
-        return max(shares, default=(0.0, ""))
+        table = self._complete().parameters
+        shares = (table[:, 3] / table[:, 2].clamp(min=1)).tolist()
+        return max(zip(shares, self._names, strict=True), default=(0.0, ""))
 
 
 def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
@@ -155,18 +129,12 @@ def _parameter(row: Sequence[float]) -> dict[str, Any]:
 
 def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]:
     """The entry of one of the last steps in ``read()["recent"]``, from its entry in the ring."""
-    cause, scale, norm, squares, loss = entry
-    if norm < 0:
-        norm = None if squares < 0 or not alone else math.sqrt(squares)
-    elif not alone and math.isnan(norm):  # other ranks have no watch, and computed no norm
-        norm = None
-    return {
-        "step": number,
-        "skipped": cause > 0,
-        "scale": None if scale < 0 else scale,
-        "norm": norm,
-        "loss": None if loss == NOT_GIVEN else loss,
-    }
+    cause, scale, norm, squares, loss = (None if x == NOT_GIVEN else x for x in entry)
+    if norm is None and squares is not None and alone:
+        norm = math.sqrt(squares)
+    elif norm is not None and not alone and math.isnan(norm):
+        norm = None  # other ranks have no watch, and computed no norm
+    return {"step": number, "skipped": bool(cause), "scale": scale, "norm": norm, "loss": loss}
 
 
 def merge(ranks: Sequence[RankStatistics]) -> RankStatistics:

@@ -1,9 +1,10 @@
 """``Watch``: which gradients overflowed in an optimizer's steps, when, and which nearly did."""
 
+import functools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,21 +20,21 @@ from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.found import Found, Gradients, StartingNorms, Statistics
+from ampopt.watching.found import Found
 from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport, RankFlags
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags, flags_on
 from ampopt_kernels.step_data import Decision
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
+    NOT_GIVEN,
     RING,
-    UNSEEN,
-    Chunks,
+    MeasuredGradients,
     RecordedStep,
-    zeros,
+    Statistics,
 )
 
 __all__ = ["Watch"]
@@ -94,17 +95,13 @@ class Watch:
             )
         self.optimizer = optimizer
         self._last, self._steps = last, 0
-        self._n_forgotten = 0  # steps before those in the ring of a loaded state
-        first = next(gradients.params_of(optimizer.param_groups), None)
-        self._device = torch.device("cpu") if first is None else first.device
-        self._statistics = Statistics({self._device: zeros(0, last, _memory(self._device))}, {})
-        # What is not in the statistics yet.
-        self._found: deque[Found | StartingNorms] = deque()
-        # The place of each name in the statistics of its device.
-        self._names: dict[torch.device, dict[str, int]] = {self._device: {}}
-        # Of each parameter, by id: itself, so that no other gets its id, its device and its name.
-        self._known: dict[int, tuple[Any, torch.device, str]] = {}
-        self._chunks: dict[torch.device, tuple[GradientReport, Chunks]] = {}
+        self._statistics = Statistics.empty(last, _memory(self._device))
+        self._found: deque[Found] = deque()  # what is not in the statistics yet
+        self._places: dict[str, int] = {}  # of each name, in the statistics
+        # Each parameter by id: itself, so that no other gets its id, and its name.
+        self._known: dict[int, tuple[Any, str]] = {}
+        # By device, the rows and owners of its last report, and its chunks and their places.
+        self._chunks: dict[torch.device, tuple[Any, Any, tuple[Tensor, Tensor]]] = {}
         self._alarms: list[Condition] = []
         self._look: Reading | None = None  # for the alarms, until it has arrived
         self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
@@ -176,15 +173,9 @@ class Watch:
         """
         self._grow()
         self._add_arrived()
-        names = [(device, list(self._names[device])) for device in self._statistics.by_device]
-        return Reading(
-            self._steps,
-            self._n_forgotten,
-            names,
-            self._statistics.copy(),
-            list(self._found),
-            alone=self._decides_alone(),
-        )
+        statistics = self._statistics.mapped(torch.clone)  # which later steps do not change
+        alone = self._decides_alone()
+        return Reading(list(self._places), statistics, list(self._found), alone=alone)
 
     def gather(self) -> dict[str, Any]:
         """Like :meth:`read`, with the parameters of all ranks. A collective; synchronizes.
@@ -204,9 +195,8 @@ class Watch:
         snapshot, groups = self._snapshot(), self.optimizer.param_groups
         norms = {
             name: (snapshot.parameters[name][4], norm)
-            for device, names in self._names.items()
-            if names
-            for name, norm in zip(names, self._norms(device).tolist(), strict=True)
+            for names, norms in _norms(self._known.values())
+            for name, norm in zip(names, norms.tolist(), strict=True)
         }
         return report.in_words(
             as_dict(snapshot, alone=self._decides_alone()),
@@ -326,28 +316,25 @@ class Watch:
             )
         self._grow()
         rows = state_dict["parameters"]
-        own_names = {name for names in self._names.values() for name in names}
         saved_names = set(rows) if isinstance(rows, Mapping) else set()
-        if saved_names != own_names:
+        if saved_names != set(self._places):
             raise ValueError(
                 "the saved watch was over other parameters: "
-                f"{sorted(saved_names ^ own_names)} are in only one of the two"
+                f"{sorted(saved_names ^ set(self._places))} are in only one of the two"
             )
         steps = check_count("steps", state_dict["steps"], least=0)
-        table = {name: _numbers(name, row, COLUMNS) for name, row in rows.items()}
+        table = [rows[name] for name in self._places]
+        table = _numbers("parameters", table, len(table), COLUMNS)
         totals = _numbers("totals", state_dict["totals"], 1 + len(CAUSES))
         recent = _numbers("recent", state_dict["recent"], -1, RING)[-self._last :]
         self._add_arrived(wait=True)
-        self._steps, self._n_forgotten = steps, max(steps - len(recent), 0)
-        for device, names in self._names.items():
-            statistics = zeros(len(names), self._last, torch.device("cpu"))
-            for name, place in names.items():
-                statistics.parameters[place] = table[name]
-            if device == self._device:
-                statistics.totals.copy_(totals)
-                for number, entry in enumerate(recent, start=self._n_forgotten):
-                    statistics.ring[number % self._last] = entry
-            self._statistics.by_device[device].numbers.copy_(statistics.numbers)
+        statistics, self._steps = self._statistics, steps
+        statistics.steps = steps
+        statistics.parameters.copy_(table)
+        statistics.totals.copy_(totals)
+        statistics.ring.fill_(NOT_GIVEN)
+        for number, entry in enumerate(recent, start=steps - len(recent)):
+            statistics.ring[number % self._last] = entry
 
     # --- recording --------------------------------------------------------------------------------
 
@@ -367,33 +354,54 @@ class Watch:
 
     def _note_discarded(self, decision: Decision | None) -> None:
         """Count the overflows of an evaluation that is retried; the step is counted later."""
-        self._add(decision, self._steps + 1, notes_step=False)
+        self._add(decision, self._steps + 1, is_over=False)
 
     @torch.no_grad()
-    def _add(self, decision: Decision | None, number: int, *, notes_step: bool = True) -> None:
-        """Add a decision to the statistics of each device.
+    def _add(self, decision: Decision | None, number: int, *, is_over: bool = True) -> None:
+        """Add a decision to the statistics.
 
         Args:
             decision: the decision of a control point; ``None`` for a step without a check.
             number: the number of the step, from 1.
-            notes_step: whether to count the step, and not only the overflows of its parameters.
+            is_over: whether to count the step, and not only what was found in its gradients.
         """
-        attempt, reports, of_ranks = RecordedStep(number), {}, []
+        step, reports, of_ranks = RecordedStep(number), (), []
         if decision is not None:
             check = decision.earlier_decision or decision
             norm = decision.norm if check.norm is None else check.norm
             loss = self.optimizer._ampopt.observers.loss
-            values = (decision.skip, check.cause, check.scaled_by, norm, loss)
-            attempt = RecordedStep(number, *values)
+            step = RecordedStep(number, decision.skip, check.cause, check.scaled_by, norm, loss)
             measured_decision = check if check.measured else decision
-            reports = {
-                r.measures.device: r for r in measured_decision.reports if r.measures is not None
-            }
-            of_ranks = [report for report in check.reports if isinstance(report, RankFlags)]
-        gradients = [Gradients(on, r, self._chunks_of(on, r)) for on, r in reports.items()]
-        counted_on = self._device if notes_step else None
-        self._found.append(Found(attempt, gradients, of_ranks, counted_on=counted_on))
+            reports = measured_decision.reports
+            of_ranks = [part for part in check.reports if isinstance(part, RankFlags)]
+        tensors, places = list(step[1:]), []
+        for part in reports:
+            if part.measures is None:
+                continue
+            device = part.measures.device
+            chunks = self._chunks_of(device, part)
+            if len(chunks[0]):
+                flags = None if part.surely_finite else flags_on(device, part.flags)
+                tensors += flags, part.measures
+                places.append(chunks)
+
+        def record(statistics: Statistics, copies: list[Any]) -> None:
+            """Record the step, once ``tensors`` have arrived."""
+            left = iter(copies)
+            arrived = RecordedStep(number, *islice(left, len(step) - 1))
+            found = [MeasuredGradients(next(left), next(left), *chunks) for chunks in places]
+            statistics.add(arrived, found, is_over=is_over)
+            for part, flags in zip(of_ranks, left, strict=True):
+                statistics.add_ranks(tuple(part.ranks), flags)
+
+        self._found.append(Found([*tensors, *(part.flags for part in of_ranks)], record))
         self._add_arrived()
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the first parameter; the CPU without parameters."""
+        first = next(gradients.params_of(self.optimizer.param_groups), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _add_arrived(self, *, wait: bool = False) -> None:
         """Record the steps that have arrived; with ``wait``, wait for all of them."""
@@ -405,28 +413,22 @@ class Watch:
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
-    def _chunks_of(self, device: torch.device, report: GradientReport) -> Chunks:
-        """Which parameter each chunk of ``report`` is of, cached while the rows stay the same."""
-        entry = self._chunks.get(device)
-        if entry is not None and entry[0].rows == report.rows and entry[0].owners == report.owners:
-            return entry[1]
+    def _chunks_of(self, device: torch.device, report: GradientReport) -> tuple[Tensor, Tensor]:
+        """Chunks of ``report``, and the places of their parameters in the statistics.
+
+        A parameter of another optimizer in ``ampopt.unscale_and_step`` has no place. Cached while
+        the rows stay the same.
+        """
+        rows, owners, made = self._chunks.get(device, (None, None, None))
+        if made is not None and rows == report.rows and owners == report.owners:
+            return made
         self._grow()
-        chunks, owners, places = [], [], []
-        for row, run in groupby(range(len(report.rows)), report.rows.__getitem__):
-            # A parameter of another optimizer in ampopt.unscale_and_step has no place.
-            if (known := self._known.get(report.owners[row].key)) is not None:
-                _, on, name = known
-                own = list(run)
-                chunks += own
-                owners += [len(places)] * len(own)
-                places.append(self._names[on][name])
-        where = self._statistics.by_device[device].numbers.device
-        numbers = (
-            torch.tensor(x, dtype=torch.int64, device="cpu") for x in (chunks, owners, places)
-        )
-        made = Chunks(*(to_device(x, where) for x in numbers))
-        self._chunks[device] = replace(report, flags=[], measures=None), made
-        return made
+        named = [(i, self._known.get(report.owners[row].key)) for i, row in enumerate(report.rows)]
+        pairs = [(i, self._places[entry[1]]) for i, entry in named if entry is not None]
+        numbers = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).T
+        chunks, places = to_device(numbers, self._statistics.ring.device)
+        self._chunks[device] = report.rows, report.owners, (chunks, places)
+        return chunks, places
 
     def _grow(self) -> None:
         """Extend the statistics by parameters that were added to the optimizer.
@@ -440,40 +442,14 @@ class Watch:
         staying = {key: self._known[key] for key in keys if key in self._known}
         self._known = {}
         for _, param, name in gradients.named_params(groups):
-            if id(param) not in staying:
-                names = self._names.setdefault(param.device, {})
-                names.setdefault(name, len(names))
-                staying[id(param)] = param, param.device, name
-            self._known[id(param)] = staying[id(param)]
-        for device, names in self._names.items():
-            by_device = self._statistics.by_device
-            if device not in by_device:
-                by_device[device] = zeros(0, self._last, _memory(device))
-            old = by_device[device]
-            if old.places < len(names):
-                new = zeros(len(names), self._last, _memory(device))
-                new.parameters[:, 0] = UNSEEN
-                new.parameters[: old.places] = old.parameters
-                new.totals.copy_(old.totals)
-                new.ring.copy_(old.ring)
-                by_device[device] = new
-                norms = self._norms(device)[old.places :]
-                self._found.append(StartingNorms(device, old.places, norms))
-
-    @torch.no_grad()
-    def _norms(self, device: torch.device) -> Tensor:
-        """The norms of the parameters on ``device``, or of their shards here: widest, 1-d.
-
-        0 for those without a norm yet (of lazy modules), and those that no step changes (int8).
-        """
-        wide = widest(device)
-        norms = [torch.zeros((), dtype=wide, device=device)] * len(self._names[device])
-        for param in gradients.params_of(self.optimizer.param_groups):
-            _, on, name = self._known[id(param)]
-            if on == device and param.dtype in gradients.DTYPES and not is_lazy(param):
-                place = self._names[on][name]
-                norms[place] = torch.linalg.vector_norm(real(local(param)), dtype=wide)
-        return torch.stack(norms)
+            self._known[id(param)] = staying.setdefault(id(param), (param, name))
+        new = [entry for entry in self._known.values() if entry[1] not in self._places]
+        for _, name in new:
+            self._places.setdefault(name, len(self._places))
+        self._statistics.grow(len(self._places))
+        for names, norms in _norms(new):
+            places = [self._places[name] for name in names]
+            self._found.append(Found([norms], functools.partial(_record_norms, places)))
 
     def _tell(self) -> None:
         """Write the logs that have arrived, and check the alarms."""
@@ -511,6 +487,29 @@ class Watch:
 def _memory(device: torch.device) -> torch.device:
     """Where the statistics of the parameters on ``device`` are: for accelerators, the host."""
     return torch.device("cpu") if device.type in devices.ACCELERATORS else device
+
+
+@torch.no_grad()
+def _norms(named: Iterable[tuple[Tensor, str]]) -> list[tuple[list[str], Tensor]]:
+    """By device, names of parameters, and the norms of these or of their shards here: 1-d.
+
+    Without those that have no norm yet (of lazy modules), or that no step changes (int8).
+    """
+    by_device: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+    for param, name in named:
+        if param.dtype in gradients.DTYPES and not is_lazy(param):
+            names, norms = by_device.setdefault(param.device, ([], []))
+            wide = widest(param.device)
+            names.append(name)
+            norms.append(torch.linalg.vector_norm(real(local(param)), dtype=wide))
+    return [(names, torch.stack(norms)) for names, norms in by_device.values()]
+
+
+def _record_norms(places: list[int], statistics: Statistics, copies: list[Tensor]) -> None:
+    """Record the norms with which parameters began to be watched."""
+    table = statistics.parameters
+    rows = to_device(torch.tensor(places, device="cpu"), table.device)
+    table[:, 4].index_copy_(0, rows, copies[0].to(table))
 
 
 def _numbers(name: str, entry: Any, *shape: int) -> Tensor:

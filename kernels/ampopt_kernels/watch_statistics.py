@@ -1,24 +1,13 @@
-"""Statistics of parameters and steps that :mod:`ampopt.watching` keeps.
-
-One vector holds them all::
-
-    parameters   COLUMNS numbers each: largest gradient magnitude, UNSEEN before the first gradient;
-                 overflows; gradients that were not 0; those of them that float16 would flush to 0;
-                 norm of the parameter when the watch began; then a ring buffer of the numbers of
-                 the last 16 steps in which the parameter overflowed
-    totals       skips in a row; skips by each cause
-    steps        RING numbers for each of the last steps, a ring buffer: cause of the skip, loss
-                 scale, global norm, sum of squares of the watched gradients, loss
-"""
+"""Statistics of parameters and steps that :mod:`ampopt.watching` keeps."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.gradient_reports import GradientReport, flags_on
 from ampopt_kernels.tensors import widest
 
 __all__ = [
@@ -27,12 +16,9 @@ __all__ = [
     "COUNTS",
     "NOT_GIVEN",
     "RING",
-    "UNSEEN",
+    "MeasuredGradients",
     "RecordedStep",
-    "WatchStatistics",
-    "Chunks",
-    "note",
-    "zeros",
+    "Statistics",
 ]
 
 COUNTS = 5
@@ -45,57 +31,8 @@ CAUSES = ("overflow", "norm", "loss")
 RING = 5
 """Numbers of a step; a number that the step does not have is ``NOT_GIVEN``."""
 NOT_GIVEN = -math.inf
-UNSEEN = -1.0
+_UNSEEN = -1.0
 """The largest gradient magnitude of a parameter that has had no gradient yet."""
-
-
-class Chunks(NamedTuple):
-    """Which chunks of a :class:`GradientReport` are counted, and for which parameters.
-
-    Attributes:
-        chunks: the indices of the chunks: int64, 1-d.
-        owners: for each of them, the index of its parameter in :attr:`places`.
-        places: the indices of the parameters in :attr:`WatchStatistics.parameters`.
-    """
-
-    chunks: Tensor
-    owners: Tensor
-    places: Tensor
-
-
-@dataclass(frozen=True)
-class WatchStatistics:
-    """The statistics of one device: one vector, and views of it.
-
-    Attributes:
-        numbers: the whole vector: ``widest``, 1-d.
-        places: number of parameters.
-    """
-
-    numbers: Tensor
-    places: int
-
-    @property
-    def parameters(self) -> Tensor:
-        """The numbers of each parameter: shape (places, COLUMNS)."""
-        return self.numbers[: COLUMNS * self.places].view(-1, COLUMNS)
-
-    @property
-    def totals(self) -> Tensor:
-        """Skips in a row, then skips by each cause: shape (1 + len(CAUSES),)."""
-        start = COLUMNS * self.places
-        return self.numbers[start : start + 1 + len(CAUSES)]
-
-    @property
-    def ring(self) -> Tensor:
-        """The numbers of the last steps: shape (last, RING). Step n is in row (n - 1) % last."""
-        return self.numbers[COLUMNS * self.places + 1 + len(CAUSES) :].view(-1, RING)
-
-
-def zeros(places: int, last: int, device: torch.device) -> WatchStatistics:
-    """Empty statistics of ``places`` parameters and the ``last`` steps, on ``device``."""
-    size = COLUMNS * places + 1 + len(CAUSES) + RING * last
-    return WatchStatistics(torch.zeros(size, dtype=widest(device), device=device), places)
 
 
 class RecordedStep(NamedTuple):
@@ -119,65 +56,119 @@ class RecordedStep(NamedTuple):
     loss: Tensor | None = None
 
 
-def note(
-    statistics: WatchStatistics,
-    attempt: RecordedStep,
-    report: GradientReport | None,
-    chunks: Chunks | None,
-    *,
-    notes_step: bool,
-) -> None:
-    """Record one step, in torch operations. Does not synchronize.
+class MeasuredGradients(NamedTuple):
+    """What was found in the gradients of one device, and which parameters they are of.
 
-    Args:
-        statistics: the statistics to update in place.
-        attempt: the step.
-        report: flags and measures of the gradients; ``None`` if they were not measured.
-        chunks: the chunks of ``report`` to count, on the device of the statistics.
-        notes_step: whether to update totals and ring too, which one device of a step does.
+    Attributes:
+        flags: more than 0 for each chunk that overflowed: 1-d; ``None`` if surely none did.
+        measures: as :attr:`~ampopt_kernels.gradient_reports.GradientReport.measures`.
+        chunks: the indices of the chunks to count: int64, 1-d.
+        places: for each of these, the index of its parameter in :attr:`Statistics.parameters`.
     """
-    device, wide = statistics.numbers.device, statistics.numbers.dtype
-    zero = torch.zeros((), dtype=wide, device=device)
-    skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(zero)
-    squares = torch.full_like(zero, NOT_GIVEN)
-    if report is not None and report.measures is not None and chunks and len(chunks.places):
-        measures = report.measures.to(device, wide)[:, chunks.chunks]
-        squares, largest = _in_order(measures[0]), _reduced(measures[1], chunks, largest=True)
-        table = statistics.parameters[chunks.places]
-        table[:, 0] = torch.maximum(table[:, 0], largest)
-        table[:, 2:4] += _reduced(measures[2:].T, chunks, largest=False) * (1 - skipped)
-        if not report.surely_finite:
-            of_chunks = flags_on(device, report.flags).to(wide)[chunks.chunks]
-            flags = _reduced(of_chunks, chunks, largest=True)
-            order = torch.arange(COLUMNS - COUNTS, device=device)
-            oldest = order == (table[:, 1:2] % len(order))
-            table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
-            table[:, 1] += flags
-            squares = squares.masked_fill((flags > 0).any(), float("inf"))
-        statistics.parameters[chunks.places] = table
-    if not notes_step:
-        return
-    cause = skipped
-    if attempt.cause is not None:
-        cause = skipped * attempt.cause.reshape(()).to(zero).clamp(min=1)
-    totals = statistics.totals
-    totals[0] = (totals[0] + 1) * skipped
-    totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
-    scale, norm, loss = (
-        _or_not_given(x, zero) for x in (attempt.scale, attempt.norm, attempt.loss)
-    )
-    entry = torch.stack([cause, scale, norm, squares, loss])
-    statistics.ring[(attempt.number - 1) % len(statistics.ring)] = entry
+
+    flags: Tensor | None
+    measures: Tensor
+    chunks: Tensor
+    places: Tensor
 
 
-def _reduced(numbers: Tensor, chunks: Chunks, *, largest: bool) -> Tensor:
-    """The sum, or the largest, of the ``numbers`` of each parameter's chunks, none negative."""
-    if len(chunks.places) == len(chunks.chunks):
-        return numbers
-    result = numbers.new_zeros((len(chunks.places), *numbers.shape[1:]))
-    if largest:
-        return result.scatter_reduce_(0, chunks.owners, numbers, "amax")
-    return result.index_add_(0, chunks.owners, numbers)
+@dataclass
+class Statistics:
+    """Everything that a watch has recorded. Numbers are of the ``widest`` dtype of their device.
+
+    Attributes:
+        parameters: ``COLUMNS`` numbers for each parameter: largest gradient magnitude, -1 before
+            the first gradient; overflows; gradients that were not 0; those of them that float16
+            would flush to 0; norm of the parameter when the watch began; then a ring buffer of the
+            numbers of the last 16 steps in which the parameter overflowed.
+        totals: skips in a row; skips by each cause.
+        ring: ``RING`` numbers for each of the last steps: cause of the skip, loss scale, global
+            norm, sum of squares of the watched gradients, loss. Step n is in row (n - 1) % last.
+            The cause of an empty row is ``NOT_GIVEN``.
+        by_rank: by ranks, in how many steps each of them found an overflow: 1-d.
+        steps: number of steps.
+    """
+
+    parameters: Tensor
+    totals: Tensor
+    ring: Tensor
+    by_rank: dict[tuple[int, ...], Tensor]
+    steps: int = 0
+
+    @classmethod
+    def empty(cls, last: int, device: torch.device) -> "Statistics":
+        """Statistics of no parameter, on ``device``, which keep the ``last`` steps."""
+        parameters = torch.zeros(0, COLUMNS, dtype=widest(device), device=device)
+        totals = parameters.new_zeros(1 + len(CAUSES))
+        return cls(parameters, totals, parameters.new_full((last, RING), NOT_GIVEN), {})
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Statistics":
+        """A copy that has ``function(tensor)`` in place of each tensor."""
+        return Statistics(
+            function(self.parameters),
+            function(self.totals),
+            function(self.ring),
+            {ranks: function(counts) for ranks, counts in self.by_rank.items()},
+            self.steps,
+        )
+
+    def grow(self, n_parameters: int) -> None:
+        """Add parameters, until there are ``n_parameters``."""
+        new = self.parameters.new_zeros(n_parameters - len(self.parameters), COLUMNS)
+        new[:, 0] = _UNSEEN
+        self.parameters = torch.cat([self.parameters, new])
+
+    def add(
+        self, step: RecordedStep, gradients: Sequence[MeasuredGradients], *, is_over: bool
+    ) -> None:
+        """Record one step, in torch operations. Does not synchronize.
+
+        Args:
+            step: the step.
+            gradients: what was found in the gradients of each device.
+            is_over: whether to count the step, and not only what was found in its gradients.
+        """
+        zero = self.totals.new_zeros(())
+        skipped = zero if step.skip is None else (step.skip.reshape(()) > 0).to(zero)
+        squares = [self._add_gradients(step.number, of, 1 - skipped) for of in gradients]
+        if not is_over:
+            return
+        cause = skipped
+        if step.cause is not None:
+            cause = skipped * step.cause.reshape(()).to(zero).clamp(min=1)
+        self.steps = step.number
+        self.totals[0] = (self.totals[0] + 1) * skipped
+        self.totals[1:] += torch.arange(1, 1 + len(CAUSES), device=zero.device) == cause
+        sum_of_squares = torch.stack(squares).sum() if squares else None
+        numbers = (step.scale, step.norm, sum_of_squares, step.loss)
+        entry = torch.stack([cause, *(_or_not_given(x, zero) for x in numbers)])
+        self.ring[(step.number - 1) % len(self.ring)] = entry
+
+    def _add_gradients(self, number: int, found: MeasuredGradients, applied: Tensor) -> Tensor:
+        """Record the gradients of one device; ``applied`` is 1 if their step was, else 0.
+
+        Returns:
+            The sum of their squares; infinity if they overflowed.
+        """
+        table, places = self.parameters, found.places
+        square, largest, *counts = found.measures.to(table)[:, found.chunks]
+        table[:, 0].scatter_reduce_(0, places, largest, "amax")
+        table[:, 2:4].index_add_(0, places, torch.stack(counts, 1) * applied)
+        squares = _in_order(square)
+        if found.flags is None:
+            return squares
+        flags = (found.flags.to(table.device)[found.chunks] > 0).to(table)
+        overflows = table.new_zeros(len(table)).scatter_reduce_(0, places, flags, "amax")
+        order = torch.arange(COLUMNS - COUNTS, device=table.device)
+        oldest = order == (table[:, 1:2] % len(order))
+        table[:, COUNTS:].masked_fill_(oldest & (overflows > 0)[:, None], number)
+        table[:, 1] += overflows
+        return squares.masked_fill((flags > 0).any(), math.inf)
+
+    def add_ranks(self, ranks: tuple[int, ...], flags: Tensor) -> None:
+        """Count a step in which the flags of ``ranks`` are more than 0. Does not synchronize."""
+        known = self.by_rank.setdefault(ranks, torch.zeros_like(flags, dtype=torch.float32))
+        known.add_(flags > 0)
 
 
 def _in_order(squares: Tensor) -> Tensor:

@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 from support.kernel_rows import CPU
 from support.strategies import fewer
 
-from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
     COUNTS,
     NOT_GIVEN,
     RING,
-    Chunks,
+    MeasuredGradients,
     RecordedStep,
-    note,
-    zeros,
+    Statistics,
 )
 
 PLACES, LAST = 3, 4
@@ -34,21 +32,26 @@ class Step:
     scale: float | None
     norm: float | None
     loss: float | None
-    host_sees: bool
+    surely_finite: bool
     looked: bool
-    notes_step: bool
+    is_over: bool
+
+    def __post_init__(self):
+        self.rows = [] if not self.looked else self.rows
+        if self.surely_finite:
+            self.rows = [(place, False, numbers) for place, _, numbers in self.rows]
 
     def found(self):
-        if not self.looked:
-            return None, None
-        flags = [flag for _, flag, _ in self.rows]
-        flags = flags if self.host_sees else torch.tensor(flags, dtype=torch.float32)
-        measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4).T
-        owners = [Owner("a parameter", 0)] * len(self.rows)
-        of_chunks = torch.arange(len(self.rows))
-        places = torch.tensor([row[0] for row in self.rows], dtype=torch.int64)
-        report = GradientReport(flags, range(len(self.rows)), owners, measures)
-        return report, Chunks(of_chunks, of_chunks, places)
+        """What was found, as of one device for each of the two halves of the rows."""
+        halves = self.rows[:1], self.rows[1:]
+        return [self._of(rows) for rows in halves if rows]
+
+    def _of(self, rows):
+        flags = torch.tensor([flag for _, flag, _ in rows], dtype=torch.float32)
+        measures = torch.tensor([row[2] for row in rows], dtype=torch.float64).T
+        places = torch.tensor([row[0] for row in rows], dtype=torch.int64)
+        flags = None if self.surely_finite else flags
+        return MeasuredGradients(flags, measures, torch.arange(len(rows)), places)
 
     def attempt(self, number):
         def given(x):
@@ -84,12 +87,11 @@ steps = st.builds(
 
 def defined(history):
     """The parameters, totals and ring after ``history``, by definition."""
-    table = [[0.0] * COLUMNS for _ in range(PLACES)]
-    totals, ring = [0.0] * (1 + len(CAUSES)), [[0.0] * RING for _ in range(LAST)]
+    table = [[-1.0] + [0.0] * (COLUMNS - 1) for _ in range(PLACES)]
+    totals, ring = [0.0] * (1 + len(CAUSES)), [[NOT_GIVEN] * RING for _ in range(LAST)]
     for number, step in enumerate(history, start=1):
-        rows = step.rows if step.looked else []
-        squares = 0.0 if rows else NOT_GIVEN
-        for place, flag, (square, largest, used, flushed) in rows:
+        squares = 0.0 if step.rows else NOT_GIVEN
+        for place, flag, (square, largest, used, flushed) in step.rows:
             row = table[place]
             row[0] = max(row[0], largest)
             if not step.cause:
@@ -99,9 +101,9 @@ def defined(history):
             if flag:
                 row[COUNTS + int(row[1]) % (COLUMNS - COUNTS)] = number
                 row[1] += 1
-        if any(flag for _, flag, _ in rows):
+        if any(flag for _, flag, _ in step.rows):
             squares = math.inf
-        if step.notes_step:
+        if step.is_over:
             totals[0] = totals[0] + 1 if step.cause else 0.0
             if step.cause:
                 totals[step.cause] += 1
@@ -113,10 +115,10 @@ def defined(history):
 @fewer(0.5)
 @given(history=st.lists(steps, max_size=6))
 def test_notes_what_is_defined(history):
-    statistics = zeros(PLACES, LAST, CPU)
+    statistics = Statistics.empty(LAST, CPU)
+    statistics.grow(PLACES)
     for number, step in enumerate(history, start=1):
-        report, chunks = step.found()
-        note(statistics, step.attempt(number), report, chunks, notes_step=step.notes_step)
+        statistics.add(step.attempt(number), step.found(), is_over=step.is_over)
     table, totals, ring = defined(history)
     assert statistics.parameters.tolist() == table
     assert statistics.totals.tolist() == totals
@@ -124,16 +126,15 @@ def test_notes_what_is_defined(history):
 
 
 def test_a_parameter_in_several_chunks_is_one():
-    statistics = zeros(3, 1, CPU)
-    measures = [[2.0, 7.0, 25.0, 4.0], [1.0, 7.0, 5.0, 2.0], [4, 7, 3, 1], [1, 7, 0, 1]]
-    chunks = Chunks(torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1]), torch.tensor([2, 0]))
-    owners = [Owner(name, 0) for name in ("weight", "of another optimizer", "bias")]
+    statistics = Statistics.empty(1, CPU)
+    statistics.grow(3)
+    numbers = [[2.0, 7.0, 25.0, 4.0], [1.0, 7.0, 5.0, 2.0], [4, 7, 3, 1], [1, 7, 0, 1]]
+    measures = torch.tensor(numbers, dtype=torch.float64)
+    chunks, places = torch.tensor([0, 2, 3]), torch.tensor([2, 2, 0])
     for number, flags in enumerate(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]), start=1):
-        report = GradientReport(
-            torch.tensor(flags), [0, 1, 0, 2], owners, torch.tensor(measures, dtype=torch.float64)
-        )
-        note(statistics, RecordedStep(number), report, chunks, notes_step=True)
+        found = MeasuredGradients(torch.tensor(flags), measures, chunks, places)
+        statistics.add(RecordedStep(number), [found], is_over=True)
         assert statistics.ring[0, 3] == (31.0 if number == 1 else math.inf)
     assert statistics.parameters[2, :6].tolist() == [5.0, 1.0, 14.0, 2.0, 0.0, 2.0]
     assert statistics.parameters[0, :6].tolist() == [2.0, 0.0, 2.0, 2.0, 0.0, 0.0]
-    assert not statistics.parameters[1].any()
+    assert statistics.parameters[1].tolist() == [-1.0] + [0.0] * (COLUMNS - 1)

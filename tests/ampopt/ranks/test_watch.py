@@ -12,8 +12,13 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.watching.reading import RankStatistics, merge
-from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, Chunks, RecordedStep, note, zeros
+from ampopt_kernels.watch_statistics import (
+    COLUMNS,
+    COUNTS,
+    MeasuredGradients,
+    RecordedStep,
+    Statistics,
+)
 
 INF = float("inf")
 
@@ -144,11 +149,11 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
     told, measures = [], torch.zeros(4, 1, dtype=torch.float64)
     only = torch.zeros(1, dtype=torch.int64)
     for overflows in parts:
-        statistics = zeros(1, 1, torch.device("cpu"))
+        statistics = Statistics.empty(1, torch.device("cpu"))
+        statistics.grow(1)
+        found = MeasuredGradients(torch.ones(1), measures, only, only)
         for number in sorted(overflows):
-            found = GradientReport([True], [0], [Owner("weight", 0)], measures)
-            chunks = Chunks(only, only, only)
-            note(statistics, RecordedStep(number), found, chunks, notes_step=False)
+            statistics.add(RecordedStep(number), [found], is_over=False)
         told.append(
             RankStatistics(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, [])
         )

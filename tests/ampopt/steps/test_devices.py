@@ -167,6 +167,19 @@ def with_everything(places: list[str]) -> list[Any]:
     return seen
 
 
+def check_a_watch(places: list[str]) -> None:
+    """The norm that a watch computes, where the step does not, is that of all devices."""
+    params = [Parameter(torch.ones(1).to(d)) for d in places]
+    optimizer = ampopt.SGD(params)
+    watch = ampopt.Watch(optimizer)
+    for scale in (None, 2.0):
+        for p, number in zip(params, (3.0, 4.0), strict=True):
+            p.grad = torch.full((1,), number * (scale or 1.0)).to(p.device)
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    assert [step["norm"] for step in watch.read()["recent"]] == [5.0, 5.0]
+    assert [p["largest"] for p in watch.read()["parameters"].values()] == [3.0, 4.0]
+
+
 class FilledByHand(ampopt.TrainStep):
     """Sets gradients itself, since torch's engine has no queue for two pretended devices."""
 
@@ -297,6 +310,8 @@ def check_the_eager_backend() -> None:
     for options in rules:
         for places in PLACES:
             compare(train(options, places), expected[options.name], f"{options} on {places}")
+    for places in PLACES:
+        check_a_watch(places)
     for places in THREE:
         compare(with_everything(places), everything, str(places))
     check_a_scaler()
