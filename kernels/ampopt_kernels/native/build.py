@@ -143,10 +143,11 @@ class Library:
             work = cache.work_folder(self._path)
         try:
             status, lines = self._run_compiler(work, niceness)
-            if status:
+            if status or not (work / _OUTPUT).exists():
                 if full := cache.full_disk(folder, lines):
                     raise full
-                why = next((line for line in lines if "error" in line), f"exit status {status}")
+                why = f"exit status {status}, and no library"
+                why = next((line for line in lines if "error" in line), why)
                 raise RuntimeError(f"the compiler failed: {why}")
             with cache.as_cache_errors(folder):
                 cache.keep(work / _OUTPUT, self._path)

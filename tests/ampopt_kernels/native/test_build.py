@@ -73,3 +73,10 @@ def test_a_compiler_has_the_priority_that_is_asked_for(niceness, tmp_path, monke
     with pytest.raises(RuntimeError, match="the compiler failed: exit status 1"):
         Library(SOURCE).load(niceness)
     assert int((tmp_path / "niceness").read_text()) == expected
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a command that does nothing")
+def test_a_command_that_compiles_nothing_is_called_a_compiler_that_failed(monkeypatch, own_cache):
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(RuntimeError, match="the compiler failed: exit status 0, and no library"):
+        Library(SOURCE).load()
