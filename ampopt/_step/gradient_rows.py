@@ -74,13 +74,13 @@ class GradientRows:
             uploads: constants that earlier calls have copied to a device, by device.
         """
         rows, grads, copies = [], [], []
-        for group, tensor, owner in holders:
+        for _, tensor, owner in holders:
             values = gradients.values_of(tensor)
             grad = dense_like(values, values)
             if grad is not values:
                 copies.append((values, grad))
             grads.append(grad)
-            in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
+            in_norm = agreement is None or agreement.in_norm[owner.key]
             rows.append(ParamRow(grad.dtype, in_norm=in_norm, owner=owner))
         return cls(present, holders, works_of(rows, grads, uploads), agreement, copies)
 

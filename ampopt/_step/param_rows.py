@@ -116,7 +116,7 @@ class RuleRows:
             grad = dense_like(like, row.param)
             row.variant, row.owner = p.variant.place, owner
             if agreement is not None:
-                row.in_norm = agreement.in_norm(param, index, owner.key)
+                row.in_norm = agreement.in_norm[owner.key]
             self.has_copied = self.has_copied or grad is not like
             self.rows.append(row)
             self.grads.append(None if values is None else grad)

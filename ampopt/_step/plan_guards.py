@@ -24,7 +24,7 @@ from ampopt._step.gradients import (
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
 from ampopt._step.param_rows import RuleRows
-from ampopt._step.ranks import REPLICATED, replicated_of
+from ampopt._step.rank_settings import REPLICATED, replicated_of
 from ampopt._step.sharding import dtensor
 from ampopt.options import GROUP_OPTIONS
 from ampopt_kernels.native.objects import MISFIT, IdentityGuard, LayoutGuard, addresses

@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ampopt._step.gradients import params_of
 from ampopt._step.rank_messages import (
     Column,
     Comparison,
@@ -23,7 +24,7 @@ from ampopt._step.rank_messages import (
     local_results,
     row_of,
 )
-from ampopt._step.rank_settings import RankSettings, digest
+from ampopt._step.rank_settings import RankSettings, replicated_of
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt._step.torch_private import count_of_groups
@@ -45,6 +46,9 @@ class Agreement:
         ranks: the global rank of each, in the order of the rows that they all-reduce.
         place: the index of this rank among them.
         settings: what all ranks have to set alike.
+        in_norm: by the ``id`` of a parameter, whether the global norm counts this rank's elements
+            of its gradient. Of copies on several ranks it counts one: of a plain replicated tensor,
+            and of a ``DTensor`` that is replicated along some dimensions of the mesh.
         is_sharded_throughout: whether every parameter is a ``DTensor`` that is sharded over all of
             these ranks. The flag of torch's scaler is then all-reduced already.
     """
@@ -52,7 +56,6 @@ class Agreement:
     def __init__(
         self,
         param_groups: Sequence[dict[str, Any]],
-        replicated: Sequence[bool],
         holders: Mapping[int, Sequence[int]],
         groups: Sequence[Any],
         mesh: Any,
@@ -64,7 +67,6 @@ class Agreement:
 
         Args:
             param_groups: the param groups of one optimizer, or of several.
-            replicated: for each param group, whether each rank has a copy of its parameters.
             holders: by the ``id`` of a parameter, the ranks that hold the same elements of it. Only
                 of parameters that FSDP1 has flattened, and of param groups that name these ranks.
             groups: process groups to all-reduce over, one after another, so that every rank is
@@ -76,36 +78,41 @@ class Agreement:
                 ``replicated``; otherwise they are copies.
         """
         self._groups_of_model, self.settings = groups, settings
+        self._groups_apart = _GROUPS_APART.setdefault(groups[0], {})
         self._names_ranks, self._mesh = names_ranks, mesh
-        self._replicated = replicated
-        here = torch.distributed.get_rank()
-        of_group = torch.distributed.get_process_group_ranks
+        self._comparison = Comparison()
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
-        self._in_norm: dict[Any, bool] = {}  # by mesh and placements
-        self._holders, self._here = holders, here
+        self._here = torch.distributed.get_rank()
+        of_group = torch.distributed.get_process_group_ranks
         self.ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
-        self.place = self.ranks.index(here)
-        self._is_first = here == min(self.ranks)
+        self.place = self.ranks.index(self._here)
         self._uploads: dict[torch.device, Uploads] = {}
         self.is_sharded_throughout = not names_ranks and all(
             is_dtensor(param)
             and param.device_mesh == mesh
             and not any(placement.is_replicate() for placement in param.placements)
-            for group in param_groups
-            for param in group["params"]
+            for param in params_of(param_groups)
         )
-        # Of the parameters that all ranks have, as copies or shards.
-        self._params = _digest(
-            param
-            for group, is_copy in zip(param_groups, replicated, strict=True)
-            for param in group["params"]
-            if is_copy or (is_dtensor(param) and not names_ranks)
-        )
+        self.in_norm: dict[int, bool] = {}
+        counted: dict[Any, bool] = {}  # by mesh and placements
+        for group in param_groups:
+            is_part = names_ranks and replicated_of(group) is not True
+            first = self._here if is_part else min(self.ranks)
+            for param in group["params"]:
+                if id(param) in holders:
+                    self.in_norm[id(param)] = self._here == min(holders[id(param)])
+                elif is_dtensor(param):
+                    where = param.device_mesh, param.placements
+                    if where not in counted:
+                        counted[where] = self._is_counted_copy(*where)
+                    self.in_norm[id(param)] = counted[where]
+                else:
+                    self.in_norm[id(param)] = self._here == first
 
     @property
     def _groups(self) -> Sequence[Any]:
         """The process groups to all-reduce over, one after another."""
-        apart = self._of_group.groups_apart.get(tuple(self.ranks))
+        apart = self._groups_apart.get(tuple(self.ranks))
         return self._groups_of_model if apart is None else [apart]
 
     def prepare_for_closures(self, device: torch.device, max_replays: int) -> None:
@@ -118,13 +125,13 @@ class Agreement:
             device: the device on which the step is decided.
             max_replays: the number of times that an evaluation may be repeated.
         """
-        groups_apart, ranks = self._of_group.groups_apart, tuple(self.ranks)
-        if ranks in groups_apart:
+        ranks = tuple(self.ranks)
+        if ranks in self._groups_apart:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
         self._even_counts_of_groups(device)
         backend = torch.distributed.get_backend(self._groups_of_model[0])
-        groups_apart[ranks] = torch.distributed.new_group(
+        self._groups_apart[ranks] = torch.distributed.new_group(
             ranks, backend=backend, use_local_synchronization=True
         )
 
@@ -139,26 +146,6 @@ class Agreement:
         for _ in range(int(most) - count_of_groups()):
             torch.distributed.new_group([self._here], use_local_synchronization=True)
 
-    def in_norm(self, tensor: Any, group: int, key: int) -> bool:
-        """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.
-
-        Of several copies on different ranks one is counted: of a plain replicated tensor, and
-        of a ``DTensor`` that is replicated along some dimensions of the mesh.
-
-        Args:
-            tensor: a parameter, its gradient, or its master weight.
-            group: the index of the parameter's param group.
-            key: the ``id`` of the parameter.
-        """
-        if key in self._holders:
-            return self._here == min(self._holders[key])
-        if not is_dtensor(tensor):
-            return self._is_first or (self._names_ranks and not self._replicated[group])
-        where = tensor.device_mesh, tensor.placements
-        if where not in self._in_norm:
-            self._in_norm[where] = self._is_counted_copy(*where)
-        return self._in_norm[where]
-
     def _is_counted_copy(self, mesh: Any, placements: Sequence[Any]) -> bool:
         """Whether the copy of this rank is the one that counts in the norm."""
         here = mesh.get_coordinate()
@@ -169,20 +156,6 @@ class Agreement:
         return not any(place and placement.is_replicate() for place, placement in copies)
 
     # --- overflow flag, norm and loss ---------------------------------------------------------
-
-    def row_of(self, request: Request, call: ControlPoint, has_gradients: bool = False) -> RankRow:
-        """The row of this rank, without what may change with every call.
-
-        Args:
-            request: the request of this rank.
-            call: the control point of this rank.
-            has_gradients: whether this rank has gradients.
-        """
-        row = row_of(request, call)
-        row[Column.PRESENT] = float(has_gradients)
-        row[Column.PARAMS] = float(self._params)
-        row[Column.CLASSES] = float(self.settings.classes)
-        return row
 
     def exchange(
         self,
@@ -195,7 +168,7 @@ class Agreement:
         """All-reduce the rows of all ranks, by one collective on the device.
 
         Args:
-            row: what :meth:`row_of` returned.
+            row: the row of this rank, without what may change with every call; see ``row_of``.
             results: what may change with every call, by column.
             device: the device on which the step is decided.
             at_once: whether to compare the rows in this call, though it may synchronize.
@@ -210,7 +183,7 @@ class Agreement:
         """
         rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._groups)
-        self._of_group.comparison.compare(rows, kind_of(row), self._difference, at_once=at_once)
+        self._comparison.compare(rows, kind_of(row), self._difference, at_once=at_once)
         return rows
 
     def _difference(self, rows: list[list[float]]) -> str | None:
@@ -229,6 +202,7 @@ class Agreement:
                 before.
         """
         matrix = torch.zeros(len(self.ranks), Column.COUNT, dtype=widest(device), device=device)
+        results = {Column.LEFT_OUT: self.settings.left_out(), **results}
         if backend_for(device).host_sees:
             row, results = [float(results.get(i, number)) for i, number in enumerate(row)], {}
         uploads = self._uploads.setdefault(device, Uploads())
@@ -254,7 +228,7 @@ class Agreement:
 
         Does not wait for them, so that the error of the closure is seen.
         """
-        row = row_of(Request(), ControlPoint.NONE)
+        row = row_of(Request(), ControlPoint.NONE, self.settings)
         row[Column.RAISED] = 1.0
         self._post(self._matrix(row, {}, device))
 
@@ -284,14 +258,11 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`exchange`.
         """
-        row = self.row_of(Request(), ControlPoint.CLOSURE)
+        row = row_of(Request(), ControlPoint.CLOSURE, self.settings)
         row[Column.EVALUATION] = float(evaluation)
         row[Column.MAX_REPLAYS] = float(max_replays)
         row[Column.RAISED] = float(raised)
-        results: dict[int, float | Tensor] = {
-            Column.OVERFLOW: float(not finite),
-            Column.LEFT_OUT: self.settings.left_out(),
-        }
+        results: dict[int, float | Tensor] = {Column.OVERFLOW: float(not finite)}
         if raised:
             self._post(self._matrix(row, results, device))
             return True, True
@@ -376,40 +347,18 @@ class Agreement:
         if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
             options.timeout = _PATIENCE
         (group,) = self._groups
-        self._of_group.posted.append(group.allreduce([rows], options))
-
-    @property
-    def _of_group(self) -> "_OfGroup":
-        """What is kept for the first process group."""
-        return _OF_GROUPS.setdefault(self._groups_of_model[0], _OfGroup())
+        posted = _POSTED.setdefault(group, deque(maxlen=4))
+        posted.append(group.allreduce([rows], options))
 
 
 _PATIENCE = timedelta(seconds=10)
 """How long the outcome of a closure that has raised waits for other ranks to read it."""
 
+_GROUPS_APART: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""The process groups of :meth:`Agreement.prepare_for_closures`, by process group and ranks."""
 
-@dataclass
-class _OfGroup:
-    """What is kept for a process group. It outlives an :class:`Agreement`.
-
-    Attributes:
-        comparison: of the requests of its ranks.
-        groups_apart: the process groups of :meth:`Agreement.prepare_for_closures`, by ranks.
-        posted: the last all-reduces that run in the background, kept until they end.
-    """
-
-    comparison: Comparison = field(default_factory=Comparison)
-    groups_apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    posted: deque[Any] = field(default_factory=lambda: deque(maxlen=4))
-
-
-_OF_GROUPS: WeakKeyDictionary[Any, _OfGroup] = WeakKeyDictionary()
-
-
-def _digest(params: Iterable[Any]) -> int:
-    """A number that is equal on all ranks if shapes, dtypes and placements of ``params`` are."""
-    layouts = [(*p.shape, p.dtype, p.placements if is_dtensor(p) else ()) for p in params]
-    return digest(layouts)
+_POSTED: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
+"""By process group: its last all-reduces that run in the background, kept until they end."""
 
 
 def decision_all_reduce(
@@ -433,25 +382,23 @@ class DecisionAllReduce:
         request: the request of this rank.
         has_gradients: whether this rank has gradients.
         call: the control point of this rank.
-        rows: what :meth:`Agreement.exchange` returned; ``None`` before the call.
+        rows: what :meth:`Agreement.exchange` returned; only after the call.
     """
 
     agreement: Agreement
     request: Request
     has_gradients: bool = True
     call: ControlPoint = ControlPoint.CHECK
-    rows: Tensor | None = None
+    rows: Tensor = field(init=False)
 
     @property
     def any_gradients(self) -> Tensor:
         """Whether any rank has gradients: bool, 0-d. Only after the call."""
-        assert self.rows is not None
         return self.rows[:, Column.PRESENT].amax() > 0
 
     @property
     def any_must_skip(self) -> Tensor:
         """1 if the accumulation cycle of any rank must be skipped, else 0: 0-d. After the call."""
-        assert self.rows is not None
         return self.rows[:, Column.MUST_SKIP].amax()
 
     def own(self, found_inf: Tensor) -> Tensor:
@@ -459,7 +406,6 @@ class DecisionAllReduce:
 
         That is 1 if a gradient of this rank overflowed, or the scale cannot be used.
         """
-        assert self.rows is not None
         overflows = self.rows[:, Column.OVERFLOW].to(found_inf.dtype)
         return torch.where(overflows.amax() > 0, overflows[self.agreement.place], found_inf)
 
@@ -483,7 +429,8 @@ class DecisionAllReduce:
             ranks passed if a cause needs the loss.
         """
         agreement, request = self.agreement, self.request
-        row = agreement.row_of(request, self.call, self.has_gradients)
+        row = row_of(request, self.call, agreement.settings)
+        row[Column.PRESENT] = float(self.has_gradients)
         results = local_results(request, partials, flag, must_skip, agreement.settings, device)
         self.rows = rows = agreement.exchange(row, results, device)
         overflows = rows[:, Column.OVERFLOW]

@@ -92,12 +92,14 @@ _LIMITS = (Column.NORM, Column.NORM_DEVIATIONS, Column.LOSS_LIMIT, Column.LOSS_D
 """The columns of ``skip_when.limits``, in their order."""
 
 
-def row_of(request: Request, call: ControlPoint) -> RankRow:
-    """A new row with what ``request`` and ``call`` say, and 0 where they say nothing."""
+def row_of(request: Request, call: ControlPoint, settings: RankSettings) -> RankRow:
+    """A new row with what the arguments say, and 0 where they say nothing."""
     row = [0.0] * Column.COUNT
     row[Column.SQUARES] = _NOT_ASKED
     row[Column.GIVES_LOSS] = float(request.loss is not None)
     row[Column.CALL] = float(call)
+    row[Column.PARAMS] = float(settings.params)
+    row[Column.CLASSES] = float(settings.classes)
     row[Column.DROPS] = float(request.drop)
     row[Column.MAX_NORM] = NOT_GIVEN if request.max_norm is None else float(request.max_norm)
     for place, column in enumerate(_LIMITS):
@@ -116,17 +118,9 @@ def local_results(
     settings: RankSettings,
     device: torch.device,
 ) -> dict[int, float | Tensor]:
-    """The columns that may change with every call, some of them on the device.
+    """The columns that may change with every call, some of them on ``device``.
 
-    Does not synchronize.
-
-    Args:
-        request: the request of this rank.
-        partials: overflow flags and squared norms of this rank's gradients.
-        flag: a further overflow flag, more than 0 for overflow.
-        must_skip: more than 0 if the accumulation cycle of this rank must be skipped.
-        settings: the settings of this rank.
-        device: the device on which the step is decided, that of the tensors in the result.
+    Does not synchronize. Arguments as for :class:`~ampopt._step.rank_agreement.DecisionAllReduce`.
     """
     flags = partials.flags
     if isinstance(flags, list):
@@ -135,10 +129,7 @@ def local_results(
         overflow = flags.amax() if flags.numel() else 0.0
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
-    results: dict[int, float | Tensor] = {
-        Column.OVERFLOW: overflow,
-        Column.LEFT_OUT: settings.left_out(),
-    }
+    results: dict[int, float | Tensor] = {Column.OVERFLOW: overflow}
     for column, number in enumerate(settings.shared.numbers(device), Column.OPTIONS):
         results[column] = number
     for weight, options in settings.held:
@@ -236,49 +227,35 @@ def difference(
         ranks: the rank of each row.
         settings: the settings of this rank, which the message may show.
     """
-    text = _difference(rows, ranks)
-    return text and text.replace(_OPTIONS_HERE, settings.options_as_text())
-
-
-def _difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | None:
-    """Like :func:`difference`, with ``_OPTIONS_HERE`` for the options of this rank."""
-    first, known = rows[0][Column.OPTIONS :], {row[Column.LEFT_OUT] for row in rows} - {UNKNOWN}
-    are_equal = all(row[Column.OPTIONS :] == first for row in rows) and len(known) < 2
-    unequal = [column for column in _BALANCED if _is_unequal([row[column] for row in rows])]
-    if are_equal and not unequal and not _lacks_loss(rows):
-        return None
+    compared = [(row[Column.LEFT_OUT], *row[Column.OPTIONS :]) for row in rows]
+    are_equal = compared.count(compared[0]) == len(rows)
     calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
-    for column, (text, to_text) in _COMPARED.items():
+    for column, (text, to_text) in () if are_equal else _COMPARED.items():
         ranks_by_number: dict[str, list[int]] = defaultdict(list)
         for rank, row in calling.items():
             if column != Column.LEFT_OUT or row[column] != UNKNOWN:
                 ranks_by_number[repr(row[column])].append(rank)  # repr, since NaN != NaN
         if len(ranks_by_number) > 1:
+            named = {named_ranks(ranks): float(n) for n, ranks in ranks_by_number.items()}
             if to_text is None:
-                return text.format(" against ".join(map(named_ranks, ranks_by_number.values())))
-            each = (f"{named_ranks(r)}: {to_text(float(n))}" for n, r in ranks_by_number.items())
-            return text.format("; ".join(each))
-    if unequal and len(calling) == len(rows):
-        holders = [rank for rank, row in calling.items() if any(row[c] for c in _BALANCED)]
-        return _BALANCED[unequal[0]].format(named_ranks(holders))
-    if calling and _lacks_loss(list(calling.values())):
+                return text.format(" against ".join(named), here=settings.options_as_text())
+            return text.format("; ".join(f"{who}: {to_text(n)}" for who, n in named.items()))
+    for column, text in _BALANCED.items() if len(calling) == len(rows) else ():
+        numbers = [row[column] for row in rows]
+        if abs(sum(numbers)) > 1e-12 * max(map(abs, numbers)):  # not 0, except for rounding
+            holders = [rank for rank, row in calling.items() if any(row[c] for c in _BALANCED)]
+            return text.format(named_ranks(holders), here=settings.options_as_text())
+    limits_loss = any(
+        row[column] != NOT_GIVEN
+        for row in calling.values()
+        for column in (Column.LOSS_LIMIT, Column.LOSS_DEVIATIONS)
+    )
+    if limits_loss and not any(row[Column.GIVES_LOSS] for row in calling.values()):
         return (
             "skip_when(loss=...) needs the loss of the step, and no rank has given one: call "
             "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use ampopt.TrainStep"
         )
     return None
-
-
-def _lacks_loss(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether some rank sets a limit of the loss, and no rank passes a loss."""
-    if all(row[Column.LOSS_LIMIT] == row[Column.LOSS_DEVIATIONS] == NOT_GIVEN for row in rows):
-        return False
-    return not any(row[Column.GIVES_LOSS] for row in rows)
-
-
-def _is_unequal(numbers: Sequence[float]) -> bool:
-    """Whether ``numbers`` do not add up to 0, except for rounding."""
-    return abs(sum(numbers)) > 1e-12 * max(map(abs, numbers))
 
 
 def _number(number: float) -> str:
@@ -300,7 +277,6 @@ _SKIP_WHEN = (
     "skip_when({0}=...) differs between ranks ({{}}): call skip_when with the same arguments on "
     "all ranks of the process group, before the same step"
 )
-_OPTIONS_HERE = "<the options of this rank>"
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LEFT_OUT: (
         "some ranks have left out a call: they called zero_grad() after a backward pass, without a "
@@ -311,8 +287,9 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     ),
     Column.PARAMS: (
         "ranks have different parameters ({}), but all of them must have shards or copies of the "
-        "same ones: make the optimizer of the same parameters, in the same order, on every rank, "
-        "or omit replicated=True in a param group whose parameters differ from rank to rank",
+        "same ones: make the optimizer of the same parameters, in the same order, on every rank. "
+        "If plain tensors differ from rank to rank, give the optimizer the process_group, and omit "
+        "replicated=True in their param group",
         None,
     ),
     Column.CALL: (
@@ -327,7 +304,7 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     ),
     Column.OPTIONS: (
         "options of the optimizer differ between ranks ({}), for parameters that all of them have; "
-        f"this rank has {_OPTIONS_HERE}: set the same ones on all ranks, and step schedulers "
+        "this rank has {here}: set the same ones on all ranks, and step schedulers "
         "on all of them, with the same metric",
         None,
     ),
@@ -338,8 +315,9 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     ),
     Column.COPIES: (
         "several ranks have copies of a parameter, and only some of them have its gradient ({}): "
-        "give the gradient on all ranks that have a copy, zeros if need be, or on none; or "
-        "omit replicated=True in a param group whose parameters differ from rank to rank",
+        "give the gradient on all ranks that have a copy, zeros if need be, or on none. If plain "
+        "tensors differ from rank to rank, give the optimizer the process_group, and omit "
+        "replicated=True in their param group",
         None,
     ),
     Column.MAX_REPLAYS: (
@@ -381,7 +359,7 @@ _HELD = "the ranks in replicated=[...] of a param group have copies of its param
 _BALANCED = {
     Column.HELD_OPTIONS: (
         f"{_HELD} that list, shapes or dtypes, or the options differ between some of {{}}; this "
-        f"rank has {_OPTIONS_HERE}: set the same ones on all ranks of a list, and step schedulers "
+        "rank has {here}: set the same ones on all ranks of a list, and step schedulers "
         "on all of them, with the same metric"
     ),
     Column.HELD_TENSORS: (

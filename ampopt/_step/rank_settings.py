@@ -13,12 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.torch_private import pytree
+from ampopt._argument_checks import check_bool
+from ampopt._step.sharding.dtensor import is_dtensor
+from ampopt._step.torch_private import is_flattened_by_fsdp1, pytree
 from ampopt.options import DEFAULTS
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
 
-__all__ = ["UNKNOWN", "LeftOut", "RankSettings", "SharedOptions", "digest"]
+__all__ = [
+    "REPLICATED",
+    "UNKNOWN",
+    "LeftOut",
+    "RankSettings",
+    "digest",
+    "is_initialized",
+    "replicated_of",
+]
+
+REPLICATED = "replicated"
+"""The key of a param group that says which ranks have a copy of its parameters: ``True`` for all,
+or a list of global ranks."""
+
+
+def replicated_of(group: dict[str, Any]) -> bool | list[int]:
+    """``replicated`` of a param group. A copy of a list, in order: a list may change in place.
+
+    Raises:
+        TypeError: the value is neither ``True``, nor ``False``, nor a list of ranks.
+        ValueError: the value is a list of ranks without this one.
+    """
+    value = group.get(REPLICATED, False)
+    if not isinstance(value, (list, tuple)):
+        return check_bool("replicated of a param group", value)
+    if not all(type(rank) is int for rank in value):
+        raise TypeError(f"replicated of a param group must be a list of ranks, got {value!r}")
+    if is_initialized() and (here := torch.distributed.get_rank()) not in value:
+        raise ValueError(
+            f"replicated of a param group must contain this rank, {here}, got {value!r}: name the "
+            "ranks that hold the same elements as this one"
+        )
+    return sorted(set(value))
+
+
+def is_initialized() -> bool:
+    """Whether ``torch.distributed`` has a default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def digest(value: object) -> int:
@@ -150,29 +189,46 @@ class RankSettings:
 
     Attributes:
         classes: a digest of the names of the classes and rules of the optimizers.
+        params: a digest of shapes, dtypes and placements of the parameters that all ranks have, as
+            shards or copies.
         shared: the options that all ranks have to set alike.
         held: the options that the ranks of a list have to set alike, each with the weight of this
             rank: the weights of the ranks of a list add up to 0, so that equal numbers do too.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Any],
-        shared: SharedOptions,
-        held: Sequence[tuple[int, SharedOptions]],
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Any], *, is_named: bool, names_ranks: bool) -> None:
         """Note where the settings are.
+
+        Under a process group that the user named, plain tensors and ``DTensor``s may be of parts of
+        the model that only this rank has: a stage, or experts. So their options may differ.
 
         Args:
             optimizers: the optimizers that step together.
-            shared: see the attributes, as for ``held``.
-            held: the same.
+            is_named: whether the user named the process group.
+            names_ranks: see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         # Not the optimizers, which hold this object.
         ours = (getattr(optimizer, "_ampopt", None) for optimizer in optimizers)
         self._left_out: list[LeftOut] = [strategy.left_out for strategy in ours if strategy]
         self.classes = digest([_names(optimizer) for optimizer in optimizers])
-        self.shared, self.held = shared, held
+        self.held: list[tuple[int, SharedOptions]] = []
+        shared, layouts, copies, here = [], [], [], torch.distributed.get_rank()
+        for optimizer in optimizers:
+            keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
+            for group in optimizer.param_groups:
+                ranks, params = replicated_of(group), group["params"]
+                are_on_all = ranks is True or not (ranks or names_ranks)
+                if are_on_all:
+                    layouts += map(_layout, params)
+                if isinstance(ranks, list):
+                    weight = len(ranks) - 1 if here == ranks[0] else -1
+                    described = ranks, list(map(_layout, params))
+                    self.held.append((weight, SharedOptions([(group, keys)], params, described)))
+                elif are_on_all or (not is_named and any(map(is_flattened_by_fsdp1, params))):
+                    shared.append((group, keys))
+                    copies += [p for p in params if ranks or _is_copy(p, are_on_all)]
+        self.params = digest(layouts)
+        self.shared = SharedOptions(shared, copies)
 
     def left_out(self) -> int:
         """The calls that this rank has left out, or UNKNOWN. Notes that an all-reduce is made."""
@@ -194,6 +250,19 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 def _comparable(value: Any) -> Any:
     """``value`` if its ``repr`` is the same in every process; else the name of its type."""
     return value if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _layout(param: Any) -> tuple[Any, ...]:
+    """What is equal on all ranks that have ``param``."""
+    return (*param.shape, param.dtype, param.placements if is_dtensor(param) else ())
+
+
+def _is_copy(param: Any, is_on_all: bool) -> bool:
+    """Whether another rank has a copy of ``param``: a plain tensor ``is_on_all``, or on none."""
+    if not is_dtensor(param):
+        return is_on_all
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
 
 
 def _names(optimizer: Any) -> tuple[str, ...]:

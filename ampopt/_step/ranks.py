@@ -3,17 +3,16 @@
 import gc
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._argument_checks import check_bool
 from ampopt._step.gradients import params_of
 from ampopt._step.rank_agreement import Agreement
-from ampopt._step.rank_settings import RankSettings, SharedOptions
+from ampopt._step.rank_settings import RankSettings, is_initialized, replicated_of
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import (
@@ -21,40 +20,27 @@ from ampopt._step.torch_private import (
     is_flattened_by_fsdp1,
     replicas_of_fsdp1,
 )
-from ampopt.options import DEFAULTS
 from ampopt_kernels.native.objects import IdentityGuard
 
 __all__ = [
-    "REPLICATED",
     "AgreementCache",
     "NoCommonGroupError",
     "UnpicklableGroup",
     "agreement",
     "are_several",
     "check_process_group",
-    "check_replicated",
     "has_others",
     "is_fsdp1",
     "may_be_replaced",
-    "replicated_of",
 ]
-
-REPLICATED = "replicated"
-"""The key of a param group that says which ranks have a copy of its parameters: ``True`` for all,
-or a list of global ranks."""
 
 
 class NoCommonGroupError(RuntimeError):
     """The meshes of the parameters do not show which ranks to all-reduce over."""
 
 
-def agreement(
-    param_groups: Sequence[dict[str, Any]],
-    process_group: Any = None,
-    *,
-    optimizers: Sequence[Any] = (),
-) -> Agreement | None:
-    """The ranks that all-reduce overflow flags and norms of these parameters.
+def agreement(optimizers: Sequence[Any], process_group: Any = None) -> Agreement | None:
+    """The ranks that all-reduce overflow flags and norms of these optimizers.
 
     They are the ranks of ``process_group``. Without one: the ranks of the default group if FSDP1
     has flattened parameters, else the ranks of the meshes of ``DTensor`` parameters. A rank without
@@ -62,9 +48,8 @@ def agreement(
     which is a collective call.
 
     Args:
-        param_groups: the param groups of one optimizer, or of several.
+        optimizers: one optimizer, or several that step together.
         process_group: the process group that the user named; ``None`` without one.
-        optimizers: the optimizers of these param groups, to compare their settings.
 
     Returns:
         ``None`` if no other rank has a part or a copy of these parameters.
@@ -72,11 +57,14 @@ def agreement(
     Raises:
         NoCommonGroupError: no known mesh contains the meshes of all parameters.
         TypeError: ``process_group`` is not a process group, or ``replicated`` of a param group is
-            not a ``bool``.
-        ValueError: ``process_group`` lacks this rank, or a rank of a parameter's mesh; or there are
-            no parameters on this rank, so that no device for the all-reduce is known.
+            neither a ``bool`` nor a list of ranks.
+        ValueError: ``process_group`` lacks this rank, or a rank that has a shard or a copy of a
+            parameter of this rank; or there are no parameters on this rank, so that no device for
+            the all-reduce is known.
     """
-    replicated = [check_replicated(group) for group in param_groups]
+    param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in param_groups:
+        replicated_of(group)
     is_named = process_group is not None
     if is_named:
         check_process_group(process_group)
@@ -84,15 +72,13 @@ def agreement(
         process_group = torch.distributed.group.WORLD
     sharded_params: list[Any] = [param for param in params_of(param_groups) if is_dtensor(param)]
     meshes = list(dict.fromkeys(param.device_mesh for param in sharded_params))
-    if process_group is not None:
-        _check_has_ranks_of(meshes, process_group)
-    elif not meshes:
+    if process_group is None and not meshes:
         return None
     holders = _holders(param_groups)
-    if process_group is not None:
-        _check_has_copies(holders, process_group)
     mesh = covering(meshes)
-    if process_group is None and mesh is None:
+    if process_group is not None:
+        _check_has_all(process_group, [*map(ranks_of, meshes), *holders.values()])
+    elif mesh is None:
         raise NoCommonGroupError(
             f"the parameters are on several meshes, and none covers the others: {meshes}. "
             "Make one mesh with names for its dimensions, and shard over its submeshes, such as "
@@ -107,50 +93,9 @@ def agreement(
             "to all-reduce with the other ranks of process_group: give it one parameter on that "
             "device, such as torch.nn.Parameter(torch.zeros(1)), which needs no gradient"
         )
-    return Agreement(
-        param_groups,
-        replicated,
-        holders,
-        groups,
-        mesh,
-        _settings(optimizers, is_named=is_named),
-        names_ranks=process_group is not None,
-    )
-
-
-def _settings(optimizers: Sequence[Any], *, is_named: bool) -> RankSettings:
-    """The options that must be equal on all ranks, or on the ranks of a list in ``replicated``.
-
-    Under a process group that the user named, plain tensors and ``DTensor``s may be of parts of
-    the model that only this rank has: a stage, or experts. So their options may differ.
-    """
-    shared, copies, held = [], [], []
-    here = torch.distributed.get_rank()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            is_copy, params = check_replicated(group), group["params"]
-            keys = {**getattr(optimizer, "defaults", {}), **DEFAULTS}
-            if is_copy or (not is_named and any(map(_is_shard, params))):
-                shared.append((group, keys))
-                copies += [p for p in params if is_copy or _is_replicated(p)]
-            elif isinstance(ranks := replicated_of(group), list):
-                weight = len(ranks) - 1 if here == ranks[0] else -1
-                described = ranks, [(*param.shape, param.dtype) for param in params]
-                held.append((weight, SharedOptions([(group, keys)], params, described)))
-    return RankSettings(optimizers, SharedOptions(shared, copies), held)
-
-
-def _is_shard(param: Any) -> bool:
-    """Whether other ranks have shards or copies of ``param``, as torch's engines make them."""
-    return is_dtensor(param) or is_flattened_by_fsdp1(param)
-
-
-def _is_replicated(param: Any) -> bool:
-    """Whether ``param`` is a ``DTensor`` of which another rank has a copy."""
-    if not is_dtensor(param):
-        return False
-    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+    names_ranks = process_group is not None
+    settings = RankSettings(optimizers, is_named=is_named, names_ranks=names_ranks)
+    return Agreement(param_groups, holders, groups, mesh, settings, names_ranks=names_ranks)
 
 
 class AgreementCache:
@@ -166,7 +111,7 @@ class AgreementCache:
 
     def get(self, optimizers: Sequence[Any], process_group: Any) -> Agreement | None:
         """The :func:`agreement` of ``optimizers``, the same ones in every call."""
-        if self._key is None and process_group is None and not _is_initialized():
+        if self._key is None and process_group is None and not is_initialized():
             return None
         lists = [optimizer.param_groups for optimizer in optimizers]
         groups = list(chain.from_iterable(lists))
@@ -179,7 +124,7 @@ class AgreementCache:
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
         key = process_group, replicated, placements(self._params)
         if key != self._key:
-            self._agreement = agreement(groups, process_group, optimizers=optimizers)
+            self._agreement = agreement(optimizers, process_group)
             self._key = key
         return self._agreement
 
@@ -212,52 +157,15 @@ def check_process_group(process_group: Any) -> None:
         )
 
 
-def check_replicated(group: dict[str, Any]) -> bool:
-    """Whether the param group ``group`` says that every rank has a copy of its parameters.
-
-    Raises:
-        TypeError: the value is neither ``True``, nor ``False``, nor a list of ranks.
-        ValueError: the value is a list of ranks without this one.
-    """
-    value = group.get(REPLICATED, False)
-    if not isinstance(value, (list, tuple)):
-        return check_bool("replicated of a param group", value)
-    if not all(type(rank) is int for rank in value):
-        raise TypeError(f"replicated of a param group must be a list of ranks, got {value!r}")
-    if _is_initialized() and torch.distributed.get_rank() not in value:
+def _check_has_all(process_group: Any, holders: Iterable[Sequence[int]]) -> None:
+    """Raise ``ValueError`` if ``process_group`` lacks one of the ranks in ``holders``."""
+    every = torch.distributed.get_process_group_ranks(process_group)
+    if lacks := sorted(set().union(*holders).difference(every)):
         raise ValueError(
-            f"replicated of a param group must contain this rank, {torch.distributed.get_rank()}, "
-            f"got {value!r}: name the ranks that hold the same elements as this one"
+            f"process_group lacks the ranks {lacks}, which have shards or copies of parameters of "
+            "this rank, and the copies could diverge: give a group that contains these ranks; "
+            "under FullyShardedDataParallel with HYBRID_SHARD, leave process_group out"
         )
-    return False
-
-
-def replicated_of(group: dict[str, Any]) -> Any:
-    """``replicated`` of a param group. A copy of a list, in order: a list may change in place."""
-    value = group.get(REPLICATED)
-    return sorted(set(value)) if isinstance(value, (list, tuple)) else value
-
-
-def _check_has_copies(holders: Mapping[int, Sequence[int]], process_group: Any) -> None:
-    """Raise ``ValueError`` if ``process_group`` lacks a rank that has a copy of a parameter."""
-    every = set(torch.distributed.get_process_group_ranks(process_group))
-    if lacks := sorted(set().union(*holders.values()) - every):
-        raise ValueError(
-            f"process_group lacks the ranks {lacks}, which have copies of parameters of this rank, "
-            "and the copies could diverge: give a group that contains these ranks; under "
-            "FullyShardedDataParallel with HYBRID_SHARD, leave process_group out"
-        )
-
-
-def _check_has_ranks_of(meshes: Sequence[Any], process_group: Any) -> None:
-    """Raise ``ValueError`` if ``process_group`` lacks a rank of ``meshes``."""
-    every = set(torch.distributed.get_process_group_ranks(process_group))
-    for mesh in meshes:
-        if lacks := sorted(set(ranks_of(mesh)) - every):
-            raise ValueError(
-                f"process_group lacks the ranks {lacks} of {mesh}, which have shards of the same "
-                "parameters: give a group that contains them"
-            )
 
 
 class UnpicklableGroup:
@@ -335,30 +243,25 @@ def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a parameter is one that FSDP1 has flattened, and usually sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    return any_flattened_by_fsdp1(params_of(param_groups)) and _is_initialized()
+    return any_flattened_by_fsdp1(params_of(param_groups)) and is_initialized()
 
 
 def may_be_replaced(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:
     """Whether the model may have ``DTensor`` parameters in place of these, by ``fully_shard``."""
-    if not _is_initialized() or "torch.distributed.fsdp" not in sys.modules:
+    if not is_initialized() or "torch.distributed.fsdp" not in sys.modules:
         return False
     return not has_others(param_groups, process_group)
 
 
 def are_several() -> bool:
     """Whether the default process group has more than one rank."""
-    return _is_initialized() and torch.distributed.get_world_size() > 1
+    return is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:
     """Whether :func:`agreement` is not ``None``. Creates no process group."""
-    if not _is_initialized():
+    if not is_initialized():
         return False
     if process_group is not None or is_fsdp1(param_groups):
         return True
     return any(map(is_dtensor, params_of(param_groups)))
-
-
-def _is_initialized() -> bool:
-    """Whether ``torch.distributed`` has a default process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

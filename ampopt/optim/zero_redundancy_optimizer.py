@@ -5,7 +5,8 @@ from typing import Any
 
 import torch.distributed.optim
 
-from ampopt._step.ranks import REPLICATED, check_process_group
+from ampopt._step.rank_settings import REPLICATED
+from ampopt._step.ranks import check_process_group
 from ampopt.optimizer import Optimizer
 
 __all__ = ["ZeroRedundancyOptimizer"]

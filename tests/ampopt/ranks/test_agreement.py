@@ -94,6 +94,8 @@ SETTINGS: dict[str, list[str]] = {
     "class": ["different classes or rules (rank 0 against rank 1)"],
     "gradient": ["copies of a parameter, and only some of them have its gradient"],
     "gradient of a DTensor": ["copies of a parameter, and only some of them have its gradient"],
+    "plain gradient beside a shard": ["copies of a parameter, and only some of them have its"],
+    "plain lr beside a shard": ["options of the optimizer differ", "this rank has lr=0.5, betas="],
     "gradient of a shard": [],  # a mesh's dimension of one rank makes no copies
     "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
     "lr in a list": ["that list, shapes or dtypes, or the options differ", "has lr=0.5, betas="],
@@ -131,7 +133,12 @@ def with_other_settings(what: str) -> str:
     cls: Any = ampopt.Adagrad if what == "class" and rank else ampopt.AdamW
     if what == "may differ":  # of parts that are not copies; and what the user keeps in a group
         group |= {"replicated": False, "lr": 0.5 + rank, "kept by the user": rank}
-    optimizer = cls([group], **options)
+    groups = [group]
+    if what.startswith("plain"):
+        beside = Parameter(torch.ones(2))
+        beside.grad = None if rank and "gradient" in what else torch.ones(2)
+        groups.append({"params": [("beside", beside)], "lr": 0.5 + rank * ("lr" in what)})
+    optimizer = cls(groups, **options)
     if not isinstance(part, DTensor) or "stage" in what:
         optimizer.process_group = torch.distributed.new_group()  # which has counted no calls
     if what == "betas in place":
@@ -355,7 +362,7 @@ def test_replicated_is_a_bool(cls):
     optimizer.param_groups[0]["replicated"] = 1
     param.grad = torch.ones(2)
     with pytest.raises(TypeError, match="must be True or False, got 1"):
-        ranks.agreement(optimizer.param_groups)
+        ranks.agreement([optimizer])
 
 
 ONE_RANK_CALLS: dict[str, Any] = {

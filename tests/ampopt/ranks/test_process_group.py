@@ -16,7 +16,7 @@ from support.shards import spread
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import rank_agreement, ranks
+from ampopt._step import rank_settings, ranks
 
 START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
@@ -271,10 +271,11 @@ def test_ranks_that_evaluate_a_closure_more_often_raise(two_ranks):
 def digested(digests: list[int]) -> str:
     """The error on this rank, if the digests of the ranks' parameters are ``digests``."""
     p = Parameter(torch.ones(1))
-    optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
+    group = {"params": [p], "replicated": True}
+    optimizer = ampopt.SGD([group], lr=0.5, process_group=world())
     p.grad = torch.ones(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_agreement, "_digest", lambda _: digests[torch.distributed.get_rank()])
+        patch.setattr(rank_settings, "_layout", lambda _: digests[torch.distributed.get_rank()])
         try:
             optimizer.unscale_and_step(grads_scaled_by=2.0)
         except RuntimeError as error:
@@ -572,7 +573,7 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
     assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
     if strategy == "HYBRID_SHARD":
         optimizer.process_group = mesh.get_group("shards")
-        with pytest.raises(ValueError, match="have copies of parameters of this rank"):
+        with pytest.raises(ValueError, match="have shards or copies of parameters of this rank"):
             optimizer.unscale_and_step(grads_scaled_by=2.0)
     return [norm, float(expected)]
 
@@ -673,9 +674,7 @@ def test_fsdp1_refuses_steps_that_need_whole_parameters(two_ranks, name):
 
 def test_ranks_are_considered_once_torch_distributed_is_initialized(monkeypatch):
     asked: list[Any] = []
-    monkeypatch.setattr(
-        ranks, "agreement", lambda *args, **step_has_collectives: asked.append(args)
-    )
+    monkeypatch.setattr(ranks, "agreement", lambda *args: asked.append(args))
     p = Parameter(torch.ones(1))
     optimizer = Plain([p], lr=0.5)
 

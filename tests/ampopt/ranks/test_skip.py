@@ -50,7 +50,7 @@ def test_t4_all_ranks_skip_or_none(of_both, name, form):
 
 
 def test_ordinary_tensors_make_no_all_reduce():
-    assert ranks.agreement([{"params": [torch.ones(2)]}]) is None
+    assert ranks.agreement([ampopt.SGD([Parameter(torch.ones(2))])]) is None
     tensor = torch.ones(2)
     assert dtensor.local(tensor) is tensor
 
