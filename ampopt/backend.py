@@ -154,7 +154,7 @@ def _cpu_backend(name: str) -> Backend:
     """The backend for CPU tensors if ``name`` is chosen."""
     if name == "compiled" or (name == "auto" and _has_compiler() and _compiled(name).can_compile):
         return _compiled(name)
-    return _eager_on_host()
+    return Eager(host_sees=True)
 
 
 @functools.cache
@@ -167,12 +167,6 @@ def _has_compiler() -> bool:
 def _compiled(name: str) -> Compiled:
     """The compiled backend, if ``name`` is chosen; one object for each name."""
     return Compiled(warn=warn_user if name == "auto" else None)
-
-
-@functools.cache
-def _eager_on_host() -> Backend:
-    """The eager backend for CPU tensors."""
-    return Eager(host_sees=True)
 
 
 @functools.cache

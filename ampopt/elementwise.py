@@ -137,11 +137,10 @@ class ElementwiseOptimizer(Optimizer):
         _check_arguments(self, args, kwargs)
         super().__init__(*args, **kwargs)
         options = {key: value for key, value in options.items() if value != DEFAULTS[key]}
-        if options:
-            # In the defaults they also apply to groups that are added later.
-            self.defaults = {**self.defaults, **options}
-            for group in self.param_groups:
-                group.update({**options, **group})
+        # In the defaults they also apply to groups that are added later.
+        self.defaults = {**self.defaults, **options}
+        for group in self.param_groups:
+            group.update({**options, **group})
         for option in GROUP_OPTIONS.values():
             if self.defaults.get("differentiable") and any(map(option.is_set, self.param_groups)):
                 raise ValueError(

@@ -42,6 +42,10 @@ def keep_all(s, h, flags):
     return s, h
 
 
+_cached = functools.lru_cache(maxsize=1024)
+"""Remembers what methods of rules return. A rule is its own key: no two are equal."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The update of an optimizer, written once as functions that every backend runs.
@@ -316,7 +320,27 @@ class Rule:
 
     def state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The elementwise states that exist under ``flags``."""
-        return _existing(self, flags).elementwise
+        return self._existing(flags).elementwise
+
+    @_cached  # called for each parameter
+    def _existing(self, flags: tuple[bool, ...]) -> "_Existing":
+        """The states that exist under ``flags``."""
+
+        def hold(when: str | tuple[str, ...] | None) -> bool:
+            return all(
+                flags[self.flags.index(name)] == truth for name, truth in conditions_of(when)
+            )
+
+        state, scalars = (
+            tuple(part for part in some if hold(part.when))
+            for some in (self.state, self.scalar_state)
+        )
+        elementwise = tuple(part for part in state if part.shape is None)
+        row_column_states = tuple(part for part in state if part.shape is not None)
+        averages = tuple(part.shape for part in row_column_states if part.shape is not None)
+        if self.averages_over:
+            averages = self.averages_over * hold(self.averages_when)
+        return _Existing(elementwise, row_column_states, scalars, (*state, *scalars), averages)
 
     @functools.cached_property
     def all_averages(self) -> tuple[str, ...]:
@@ -325,7 +349,7 @@ class Rule:
 
     def averages_for(self, flags: tuple[bool, ...]) -> tuple[str, ...]:
         """What each mean under ``flags`` is over, ``"rows"`` or ``"columns"``; empty for none."""
-        return _existing(self, flags).averages
+        return self._existing(flags).averages
 
     def inputs_for(self, flags: tuple[bool, ...]) -> tuple[str, ...]:
         """What ``state`` is in ``reduce`` and ``update`` under ``flags``: names or means."""
@@ -334,22 +358,31 @@ class Rule:
 
     def row_column_states_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The states of rows and columns that exist under ``flags``."""
-        return _existing(self, flags).row_column_states
+        return self._existing(flags).row_column_states
 
     def scalar_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The scalar states that exist under ``flags``."""
-        return _existing(self, flags).scalars
+        return self._existing(flags).scalars
 
     def all_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """All states that exist under ``flags``."""
-        return _existing(self, flags).all
+        return self._existing(flags).all
 
+    @_cached
     def codecs_for(self, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
         """The codec of each elementwise state under ``flags``, kept in ``bits`` bits.
 
         ``None`` for a state in full precision.
         """
-        return _codecs(self, flags, bits)
+        states, flag_values = self.state_for(flags), dict(zip(self.flags, flags, strict=True))
+        codecs = [part.codec_in(bits, flag_values) for part in states]
+        # Where a step divides by an exact state, or mean, that is small, it needs the digits of a
+        # small signed state, which has few of them beside larger ones of its block.
+        pairs = zip(states, codecs, strict=True)
+        exact = any(codec is None and part.init != PARAM for part, codec in pairs)
+        if exact or self.averages_for(flags):
+            codecs = [BFLOAT16 if codec is SIGNED else codec for codec in codecs]
+        return tuple(codecs)
 
     def entries_for(self, group: Mapping[str, Any], kind: ParamKind) -> Mapping[str, Any]:
         """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
@@ -370,6 +403,7 @@ class Rule:
         n, bound = len(_arguments(function)), torch_language.bind(function, language)
         return lambda *arguments: bound(*arguments[:n])
 
+    @_cached
     def on_tensors(self, role: str, dtype: torch.dtype) -> Callable[..., Any]:
         """A function of the rule on torch tensors or numbers; see :meth:`bound`.
 
@@ -377,7 +411,8 @@ class Rule:
             role: the name of the function.
             dtype: that of the blocks, float32 or float64; float64 for functions of scalars.
         """
-        return _on_tensors(self, role, dtype)
+        language = torch_language.in_widest if dtype == torch.float64 else None
+        return torch_language.dividing(self.bound(role, language))
 
     @functools.cached_property
     def torch_before_sums(self) -> Any:
@@ -387,13 +422,24 @@ class Rule:
         """
         return self.on_tensors("before_reduce" if self.reduces else "scalars", torch.float64)
 
+    @_cached
     def widths(self, n_hyper: int) -> "Widths":
-        """Lengths of the tuples of the rule.
+        """Lengths of the tuples of the rule, found by running its functions.
 
         Args:
             n_hyper: the number of hyperparameters, tuples flattened.
         """
-        return _widths(self, n_hyper)
+        flags = (False,) * len(self.flags)
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        s, h = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
+        s, before = self.torch_before_sums(s, h, flags)
+        if not self.reduces:
+            return Widths(len(before), 0, len(before))
+        states = (one,) * len(self.inputs_for(flags))
+        terms = self.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
+        sums = (one,) * len(terms)
+        _, h = self.on_tensors("scalars", torch.float64)(s, before, flags, sums, sums)
+        return Widths(len(before), len(terms), len(h))
 
 
 class Widths(NamedTuple):
@@ -410,29 +456,6 @@ class Widths(NamedTuple):
     update: int
 
 
-@functools.lru_cache(maxsize=1024)
-def _on_tensors(rule: Rule, role: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """See :meth:`Rule.on_tensors`."""
-    language = torch_language.in_widest if dtype == torch.float64 else None
-    return torch_language.dividing(rule.bound(role, language))
-
-
-@functools.lru_cache(maxsize=1024)
-def _widths(rule: Rule, n_hyper: int) -> Widths:
-    """See :meth:`Rule.widths`; found by running the functions of the rule."""
-    flags = (False,) * len(rule.flags)
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    s, h = (one,) * len(rule.scalar_state), (one * 0.5,) * n_hyper
-    s, before = rule.torch_before_sums(s, h, flags)
-    if not rule.reduces:
-        return Widths(len(before), 0, len(before))
-    states = (one,) * len(rule.inputs_for(flags))
-    terms = rule.on_tensors("reduce", torch.float64)(one, one, states, before, flags)
-    sums = (one,) * len(terms)
-    _, h = rule.on_tensors("scalars", torch.float64)(s, before, flags, sums, sums)
-    return Widths(len(before), len(terms), len(h))
-
-
 class _Existing(NamedTuple):
     """The states that exist under some flags: elementwise, of rows and columns, scalar, and all.
 
@@ -444,39 +467,6 @@ class _Existing(NamedTuple):
     scalars: tuple[State, ...]
     all: tuple[State, ...]
     averages: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=1024)  # called for each parameter
-def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
-    """The states of ``rule`` that exist under ``flags``."""
-
-    def hold(when: str | tuple[str, ...] | None) -> bool:
-        return all(flags[rule.flags.index(name)] == truth for name, truth in conditions_of(when))
-
-    state, scalars = (
-        tuple(part for part in some if hold(part.when)) for some in (rule.state, rule.scalar_state)
-    )
-    elementwise = tuple(part for part in state if part.shape is None)
-    row_column_states = tuple(part for part in state if part.shape is not None)
-    averages = tuple(part.shape for part in row_column_states if part.shape is not None)
-    if rule.averages_over:
-        averages = rule.averages_over * hold(rule.averages_when)
-    return _Existing(elementwise, row_column_states, scalars, (*state, *scalars), averages)
-
-
-@functools.lru_cache(maxsize=1024)
-def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
-    """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
-    existing, flag_values = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
-    states = existing.elementwise
-    codecs = [part.codec_in(bits, flag_values) for part in states]
-    # Where a step divides by an exact state, or mean, that is small, it needs the digits of a small
-    # signed state, which has few of them beside larger ones of its block.
-    pairs = zip(states, codecs, strict=True)
-    exact = any(codec is None and part.init != PARAM for part, codec in pairs)
-    if exact or existing.averages:
-        codecs = [BFLOAT16 if codec is SIGNED else codec for codec in codecs]
-    return tuple(codecs)
 
 
 def _arguments(function: Any) -> list[str]:
