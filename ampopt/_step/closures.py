@@ -18,10 +18,10 @@ from ampopt._step import gradients
 from ampopt._step.closure_replay import Replay, Verdict
 from ampopt._step.observers import as_loss
 from ampopt._step.rank_agreement import Agreement
-from ampopt.loss_scale.arguments import check_scale_number
+from ampopt.loss_scale.arguments import check_scale, check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.scaled_losses import note_scale_passed
-from ampopt.loss_scale.step_scale import next_scale_of, request_for, rounded
+from ampopt.loss_scale.step_scale import next_scale_of, request_for
 from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.step_data import Decision
 
@@ -199,7 +199,8 @@ def _step_with_replays(
 
     replay = Replay(
         evaluate_and_check,
-        rounded(first_scale),
+        # Rounded, as a closure may multiply a float64 loss by this number.
+        check_scale("the first scale", first_scale),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
         devices=(param.device for param in gradients.params_of(groups)),

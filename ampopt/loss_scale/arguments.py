@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._argument_checks import as_float, check_number
+from ampopt.loss_scale.base import LossScale
 from ampopt.results import StepResult, Unscaled, is_flag
 
 __all__ = [
@@ -17,10 +18,10 @@ __all__ = [
     "SMALLEST_SCALE",
     "check_flag",
     "check_max_norm",
+    "check_scale",
     "check_scale_number",
     "check_scale_tensor",
     "instead_of",
-    "no_scale",
 ]
 
 SMALLEST_SCALE = 2.0**-126
@@ -91,17 +92,28 @@ def check_flag(found_inf: Any) -> float | Tensor:
     return flag
 
 
-def no_scale(name: str, value: Any) -> TypeError:
-    """The error for an argument whose type no scale has.
+def check_scale(name: str, scale: Any) -> Any:
+    """``scale``, or the nearest float32 number if it is a number. Does not synchronize.
 
     Args:
-        name: the name of the argument, for the message.
-        value: an argument that is not ``None``, a number, a tensor or a ``LossScale``.
+        name: the name of the argument, for the messages.
+        scale: the argument that a caller passed as a scale.
+
+    Raises:
+        TypeError: ``scale`` is not ``None``, a number, a tensor or a ``LossScale``.
+        ValueError: see :func:`check_scale_number` and :func:`check_scale_tensor`.
     """
-    return TypeError(
-        f"{name} must be None, a positive number, a one-element tensor or a LossScale, got "
-        f"{type(value).__name__}{instead_of(value)}"
-    )
+    if scale is None or isinstance(scale, LossScale):
+        return scale
+    if isinstance(scale, Tensor):
+        check_scale_tensor(name, scale)
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"{name} must be None, a positive number, a one-element tensor or a LossScale, got "
+            f"{type(scale).__name__}{instead_of(scale)}"
+        )
+    return check_scale_number(scale, name)
 
 
 def check_scale_tensor(name: str, tensor: Tensor) -> None:

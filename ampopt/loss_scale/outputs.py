@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from ampopt._step.torch_private import pytree
-from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
+from ampopt.loss_scale.arguments import check_scale
 from ampopt.loss_scale.base import LossScale, product
 from ampopt.loss_scale.scaled_losses import note_scaled_loss
 
@@ -68,23 +68,14 @@ def scale_outputs(outputs: _Outputs, scale: Any) -> _Outputs:
         raise TypeError("the loss comes first: scale_outputs(loss, scale)")
     if scale is None:
         return outputs
-    factor = _factor(scale)
+    factor = check_scale("scale", scale)
+    if isinstance(factor, LossScale):
+        factor = factor.value
+    elif isinstance(factor, Tensor):
+        # 0-d, so that the shape of the outputs is not broadcast against that of the scale.
+        factor = factor.detach().reshape(())
 
     def scaled(output: Any) -> Any:
         return note_scaled_loss(product(output, factor), scale)
 
     return scaled(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(scaled, outputs)
-
-
-def _factor(scale: Any) -> float | Tensor:
-    """The number or 0-d tensor to multiply by: the value of ``scale``, checked."""
-    if isinstance(scale, LossScale):
-        return scale.value
-    if isinstance(scale, Tensor):
-        check_scale_tensor("scale", scale)
-        # 0-d, so that the shape of the outputs is not broadcast against that of the scale.
-        return scale.detach().reshape(())
-    try:
-        return check_scale_number(scale, "scale")
-    except TypeError:
-        raise no_scale("scale", scale) from None

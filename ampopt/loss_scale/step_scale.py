@@ -1,19 +1,18 @@
 """The scale of a step: from the argument ``grads_scaled_by`` to what the step returns."""
 
-import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
+from ampopt.loss_scale.arguments import check_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.scaled_losses import note_scale_passed
 from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["BareScale", "as_loss_scale", "next_scale_of", "request_for", "rounded"]
+__all__ = ["BareScale", "as_loss_scale", "next_scale_of", "request_for"]
 
 _HALVED_IN_CLOSURES = PolicyConstants(
     growth_factor=1.0,
@@ -58,20 +57,6 @@ class BareScale(AnyScale):
         return self._value.clone()
 
 
-def rounded(scale: Any) -> Any:
-    """The scale to pass to a closure: a number is rounded to float32, as for the gradients.
-
-    A closure that multiplied a float64 loss by the unrounded number would use another factor than
-    the gradients are divided by. Scales that are not numbers are returned unchanged.
-
-    Raises:
-        ValueError: ``scale`` is a number out of range.
-    """
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        return scale
-    return check_scale_number(scale)
-
-
 def as_loss_scale(
     scale: Any,
     device: torch.device,
@@ -99,9 +84,9 @@ def as_loss_scale(
         if not scale._placed or scale._value.device != device:
             scale._place(device)
         return scale
+    scale = check_scale("grads_scaled_by", scale)
     constants = uploads.setdefault(device, Uploads())
     if isinstance(scale, Tensor):
-        check_scale_tensor("grads_scaled_by", scale)
         if scale.is_meta and device.type != "meta":
             raise ValueError(
                 f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
@@ -114,9 +99,7 @@ def as_loss_scale(
             )
         dtype = torch.float64 if scale.dtype == torch.float64 else torch.float32
         return BareScale(scale.detach().to(dtype), constants, in_closure=in_closure)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise no_scale("grads_scaled_by", scale)
-    (value,) = constants.get("bare scale", [check_scale_number(scale)], torch.float32, device)
+    (value,) = constants.get("bare scale", [scale], torch.float32, device)
     return BareScale(value, constants, in_closure=in_closure)
 
 
