@@ -82,11 +82,12 @@ class Condition:
                 "float16 gradients are 0 under such a scale, while weight decay continues. Resume "
                 "from a checkpoint, scale included; print(watch.report()) says what overflowed"
             )
-        share, name = reading.worst_underflow()
-        if self.zero_share_above is not None and share > self.zero_share_above:
-            texts["zero"] = (
-                f"at step {step}, without a scale {share:.0%} of the gradients of {name} would "
-                f"have underflowed in float16, more than {self.zero_share_above:.0%}: keep the "
-                "scale from falling, or run that module in float32 with ampopt.run_in"
-            )
+        if (most := self.zero_share_above) is not None:
+            share, name = reading.worst_underflow()
+            if share > most:
+                texts["zero"] = (
+                    f"at step {step}, without a scale {share:.0%} of the gradients of {name} would "
+                    f"have underflowed in float16, more than {most:.0%}: keep the scale from "
+                    "falling, or run that module in float32 with ampopt.run_in"
+                )
         return texts

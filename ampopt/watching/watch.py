@@ -103,9 +103,9 @@ class Watch:
         # By device, the rows and owners of its last report, and its chunks and their places.
         self._chunks: dict[torch.device, tuple[Any, Any, tuple[Tensor, Tensor]]] = {}
         self._alarms: list[Condition] = []
-        self._look: Reading | None = None  # for the alarms, until it has arrived
-        self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
-        self._to_log: deque[tuple[Callable[[dict[str, Any]], Any], Reading]] = deque()
+        self._logs: OrderedDict[int, tuple[int, Callable[[Reading], Any]]] = OrderedDict()
+        # Readings that may still be on their way, and the logs and alarms that wait for them.
+        self._waiting: deque[tuple[list[Callable[[Reading], Any]], Reading]] = deque()
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
         observers.watch = self
@@ -115,7 +115,8 @@ class Watch:
         if self._hook is not None:
             self._hook.remove()
             self._hook = self.optimizer._ampopt.observers.watch = None
-            self._write_logs(wait=True)
+            self._alarms = []
+            self._tell_arrived(wait=True)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -453,24 +454,24 @@ class Watch:
 
     def _tell(self) -> None:
         """Write the logs that have arrived, and check the alarms."""
-        for every, write in self._logs.values():
-            if self._steps % every == 0:
-                self._to_log.append((write, self.read_later()))
-        self._write_logs(wait=False)
-        if self._alarms:
-            is_checked = backend_for(self._device).host_sees or self._steps % _EVERY == 0
-            if is_checked and self._look is None:
-                self._look = self.read_later()
-            if self._look is not None and self._look.done():
-                reading, self._look = self._look, None
-                for condition in self._alarms:
-                    condition.check(reading)
+        waiting = [write for every, write in self._logs.values() if self._steps % every == 0]
+        if self._alarms and (backend_for(self._device).host_sees or self._steps % _EVERY == 0):
+            waiting.append(self._check_alarms)
+        if waiting:
+            self._waiting.append((waiting, self.read_later()))
+        self._tell_arrived()
 
-    def _write_logs(self, wait: bool) -> None:
-        """Write the logs whose copies have arrived; with ``wait``, wait for all of them."""
-        while self._to_log and (wait or self._to_log[0][1].done()):
-            write, reading = self._to_log.popleft()
-            write({k: v for k, v in reading.latest().items() if v is not None})
+    def _tell_arrived(self, *, wait: bool = False) -> None:
+        """Pass on the readings that have arrived; with ``wait``, wait for all of them."""
+        while self._waiting and (wait or self._waiting[0][1].done()):
+            waiting, reading = self._waiting.popleft()
+            for tell in waiting:
+                tell(reading)
+
+    def _check_alarms(self, reading: Reading) -> None:
+        """Check all alarms."""
+        for condition in self._alarms:
+            condition.check(reading)
 
     def _snapshot(self) -> RankStatistics:
         """The statistics of this rank. Synchronizes."""
@@ -520,19 +521,21 @@ def _numbers(name: str, entry: Any, *shape: int) -> Tensor:
         raise ValueError(f"the entry {name} of the saved watch is invalid: {error}") from None
 
 
-def _written_by(writer: Any) -> Callable[[dict[str, Any]], Any]:
-    """A function that logs a dict of numbers to ``writer``; see :meth:`Watch.log_to`."""
-    if hasattr(writer, "add_scalar"):
-
-        def write(numbers: dict[str, Any]) -> None:
-            step = numbers.pop("step")
-            for name, value in numbers.items():
-                writer.add_scalar(f"ampopt/{name}", float(value), step)
-
-        return write
-    if not callable(writer):
+def _written_by(writer: Any) -> Callable[[Reading], Any]:
+    """A function that logs the last step of a reading to ``writer``; see :meth:`Watch.log_to`."""
+    add_scalar = getattr(writer, "add_scalar", None)
+    if add_scalar is None and not callable(writer):
         raise TypeError(
             "writer must be a SummaryWriter of TensorBoard or a function that takes a dict, got "
             f"{type(writer).__name__}"
         )
-    return writer
+
+    def write(reading: Reading) -> Any:
+        numbers = {name: value for name, value in reading.latest().items() if value is not None}
+        if add_scalar is None:
+            return writer(numbers)
+        step = numbers.pop("step")
+        for name, value in numbers.items():
+            add_scalar(f"ampopt/{name}", float(value), step)
+
+    return write
