@@ -24,7 +24,7 @@ from ampopt.watching.found import Found
 from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport, RankFlags, flags_on
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.step_data import Decision
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.watch_statistics import (
@@ -32,7 +32,7 @@ from ampopt_kernels.watch_statistics import (
     COLUMNS,
     NOT_GIVEN,
     RING,
-    MeasuredGradients,
+    Findings,
     RecordedStep,
     Statistics,
 )
@@ -60,8 +60,9 @@ class Watch:
     ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
 
     Parameters and states stay bitwise the same as without a watch. It costs some work where
-    gradients are read; on an accelerator also at most eight small copies to the host a step, in the
-    background. Printing and :meth:`read` synchronize; :meth:`read_later` does not.
+    gradients are read; on an accelerator also at most eight small copies to the host a step, and
+    one for each ``accumulate``, in the background. Printing and :meth:`read` synchronize;
+    :meth:`read_later` does not.
 
     Traps: a plain call of a hand-written ``step()`` is counted, and not recorded. The
     optimizer's state dict and copies do not contain the watch: save its own state dict. With
@@ -100,8 +101,8 @@ class Watch:
         self._places: dict[str, int] = {}  # of each name, in the statistics
         # Each parameter by id: itself, so that no other gets its id, and its name.
         self._known: dict[int, tuple[Any, str]] = {}
-        # By device, the rows and owners of its last report, and its chunks and their places.
-        self._chunks: dict[torch.device, tuple[Any, Any, tuple[Tensor, Tensor]]] = {}
+        # For the reports of the last step, their rows and owners, and what `_chunks_of` returned.
+        self._chunks: dict[int, tuple[Any, Any, tuple[Tensor, Tensor]]] = {}
         self._alarms: list[Condition] = []
         self._logs: OrderedDict[int, tuple[int, Callable[[Reading], Any]]] = OrderedDict()
         # Readings that may still be on their way, and the logs and alarms that wait for them.
@@ -372,26 +373,23 @@ class Watch:
             norm = decision.norm if check.norm is None else check.norm
             loss = self.optimizer._ampopt.observers.loss
             step = RecordedStep(number, decision.skip, check.cause, check.scaled_by, norm, loss)
-            measured_decision = check if check.measured else decision
-            reports = measured_decision.reports
+            reports = check.reports
+            if not check.measured and check is not decision:
+                # `check` is of micro-batches, or has been made before the watch.
+                reports = (*reports, *decision.reports)
             of_ranks = [part for part in check.reports if isinstance(part, RankFlags)]
-        tensors, places = list(step[1:]), []
-        for part in reports:
-            if part.measures is None:
-                continue
-            device = part.measures.device
-            chunks = self._chunks_of(device, part)
-            if len(chunks[0]):
-                flags = None if part.surely_finite else flags_on(device, part.flags)
-                tensors += flags, part.measures
-                places.append(chunks)
+        tensors, chunks = list(step[1:]), []
+        for i, part in enumerate(reports):
+            if isinstance(part, GradientReport) and len((of_part := self._chunks_of(i, part))[0]):
+                tensors += part.flag_tensor, part.measures
+                chunks.append(of_part)
 
         def record(statistics: Statistics, copies: list[Any]) -> None:
             """Record the step, once ``tensors`` have arrived."""
             left = iter(copies)
             arrived = RecordedStep(number, *islice(left, len(step) - 1))
-            found = [MeasuredGradients(next(left), next(left), *chunks) for chunks in places]
-            statistics.add(arrived, found, is_over=is_over)
+            findings = [Findings(next(left), next(left), *of_part) for of_part in chunks]
+            statistics.add(arrived, findings, is_over=is_over)
             for part, flags in zip(of_ranks, left, strict=True):
                 statistics.add_ranks(tuple(part.ranks), flags)
 
@@ -414,13 +412,16 @@ class Watch:
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
-    def _chunks_of(self, device: torch.device, report: GradientReport) -> tuple[Tensor, Tensor]:
+    def _chunks_of(self, index: int, report: GradientReport) -> tuple[Tensor, Tensor]:
         """Chunks of ``report``, and the places of their parameters in the statistics.
 
-        A parameter of another optimizer in ``ampopt.unscale_and_step`` has no place. Cached while
-        the rows stay the same.
+        A parameter of another optimizer in ``ampopt.unscale_and_step`` has no place.
+
+        Args:
+            index: the index of the report in its step; what the step before had there is cached.
+            report: the report.
         """
-        rows, owners, made = self._chunks.get(device, (None, None, None))
+        rows, owners, made = self._chunks.get(index, (None, None, None))
         if made is not None and rows == report.rows and owners == report.owners:
             return made
         self._grow()
@@ -428,7 +429,7 @@ class Watch:
         pairs = [(i, self._places[entry[1]]) for i, entry in named if entry is not None]
         numbers = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).T
         chunks, places = to_device(numbers, self._statistics.ring.device)
-        self._chunks[device] = report.rows, report.owners, (chunks, places)
+        self._chunks[index] = report.rows, report.owners, (chunks, places)
         return chunks, places
 
     def _grow(self) -> None:

@@ -58,9 +58,11 @@ class GradientReport:
     measures: Tensor | None = None
 
     @property
-    def surely_finite(self) -> bool:
-        """Whether the host knows, without synchronizing, that no chunk overflowed."""
-        return not isinstance(self.flags, Tensor) and not any(self.flags)
+    def flag_tensor(self) -> Tensor | None:
+        """:attr:`flags`; ``None`` if the host knows already that no chunk overflowed."""
+        if isinstance(self.flags, Tensor):
+            return self.flags
+        return torch.tensor(self.flags, device="cpu") if any(self.flags) else None
 
     def overflowed(self) -> list[str]:
         """The names of the parameters that overflowed, in the order of the rows. Synchronizes."""

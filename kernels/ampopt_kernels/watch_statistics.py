@@ -16,7 +16,7 @@ __all__ = [
     "COUNTS",
     "NOT_GIVEN",
     "RING",
-    "MeasuredGradients",
+    "Findings",
     "RecordedStep",
     "Statistics",
 ]
@@ -56,18 +56,19 @@ class RecordedStep(NamedTuple):
     loss: Tensor | None = None
 
 
-class MeasuredGradients(NamedTuple):
-    """What was found in the gradients of one device, and which parameters they are of.
+class Findings(NamedTuple):
+    """What one pass found in the gradients of one device, and which parameters they are of.
 
     Attributes:
         flags: more than 0 for each chunk that overflowed: 1-d; ``None`` if surely none did.
-        measures: as :attr:`~ampopt_kernels.gradient_reports.GradientReport.measures`.
+        measures: as :attr:`~ampopt_kernels.gradient_reports.GradientReport.measures`; ``None`` for
+            a micro-batch, of which the sum is measured.
         chunks: the indices of the chunks to count: int64, 1-d.
         places: for each of these, the index of its parameter in :attr:`Statistics.parameters`.
     """
 
     flags: Tensor | None
-    measures: Tensor
+    measures: Tensor | None
     chunks: Tensor
     places: Tensor
 
@@ -118,19 +119,21 @@ class Statistics:
         new[:, 0] = _UNSEEN
         self.parameters = torch.cat([self.parameters, new])
 
-    def add(
-        self, step: RecordedStep, gradients: Sequence[MeasuredGradients], *, is_over: bool
-    ) -> None:
+    def add(self, step: RecordedStep, findings: Sequence[Findings], *, is_over: bool) -> None:
         """Record one step, in torch operations. Does not synchronize.
 
         Args:
             step: the step.
-            gradients: what was found in the gradients of each device.
-            is_over: whether to count the step, and not only what was found in its gradients.
+            findings: what was found in its gradients.
+            is_over: whether to count the step, and not only what was found.
         """
         zero = self.totals.new_zeros(())
         skipped = zero if step.skip is None else (step.skip.reshape(()) > 0).to(zero)
-        squares = [self._add_gradients(step.number, of, 1 - skipped) for of in gradients]
+        measured = [found for found in findings if found.measures is not None]
+        squares = [self._add_measures(found, 1 - skipped) for found in measured]
+        flagged = [found for found in findings if found.flags is not None]
+        if flagged:
+            self._add_overflows(step.number, flagged)
         if not is_over:
             return
         cause = skipped
@@ -144,12 +147,13 @@ class Statistics:
         entry = torch.stack([cause, *(_or_not_given(x, zero) for x in numbers)])
         self.ring[(step.number - 1) % len(self.ring)] = entry
 
-    def _add_gradients(self, number: int, found: MeasuredGradients, applied: Tensor) -> Tensor:
-        """Record the gradients of one device; ``applied`` is 1 if their step was, else 0.
+    def _add_measures(self, found: Findings, applied: Tensor) -> Tensor:
+        """Record the measures of one device; ``applied`` is 1 if their step was, else 0.
 
         Returns:
-            The sum of their squares; infinity if they overflowed.
+            The sum of the squares; infinity if a gradient overflowed.
         """
+        assert found.measures is not None
         table, places = self.parameters, found.places
         square, largest, *counts = found.measures.to(table)[:, found.chunks]
         table[:, 0].scatter_reduce_(0, places, largest, "amax")
@@ -157,13 +161,21 @@ class Statistics:
         squares = _in_order(square)
         if found.flags is None:
             return squares
-        flags = (found.flags.to(table.device)[found.chunks] > 0).to(table)
-        overflows = table.new_zeros(len(table)).scatter_reduce_(0, places, flags, "amax")
+        overflow = (found.flags.to(table.device)[found.chunks] > 0).any()
+        return squares.masked_fill(overflow, math.inf)
+
+    def _add_overflows(self, number: int, flagged: Sequence[Findings]) -> None:
+        """Record which parameters overflowed in step ``number``, each once."""
+        table = self.parameters
+        overflows = table.new_zeros(len(table))
+        for found in flagged:
+            assert found.flags is not None
+            flags = (found.flags.to(table.device)[found.chunks] > 0).to(table)
+            overflows.scatter_reduce_(0, found.places, flags, "amax")
         order = torch.arange(COLUMNS - COUNTS, device=table.device)
         oldest = order == (table[:, 1:2] % len(order))
         table[:, COUNTS:].masked_fill_(oldest & (overflows > 0)[:, None], number)
         table[:, 1] += overflows
-        return squares.masked_fill((flags > 0).any(), math.inf)
 
     def add_ranks(self, ranks: tuple[int, ...], flags: Tensor) -> None:
         """Count a step in which the flags of ``ranks`` are more than 0. Does not synchronize."""

@@ -15,7 +15,7 @@ from ampopt_kernels.watch_statistics import (
     COUNTS,
     NOT_GIVEN,
     RING,
-    MeasuredGradients,
+    Findings,
     RecordedStep,
     Statistics,
 )
@@ -34,6 +34,7 @@ class Step:
     loss: float | None
     surely_finite: bool
     looked: bool
+    accumulates: bool
     is_over: bool
 
     def __post_init__(self):
@@ -44,14 +45,16 @@ class Step:
     def found(self):
         """What was found, as of one device for each of the two halves of the rows."""
         halves = self.rows[:1], self.rows[1:]
-        return [self._of(rows) for rows in halves if rows]
+        found = [self._of(rows) for rows in halves if rows]
+        in_micro_batch = [one._replace(measures=None) for one in found if self.accumulates]
+        return [*found, *in_micro_batch]
 
     def _of(self, rows):
         flags = torch.tensor([flag for _, flag, _ in rows], dtype=torch.float32)
         measures = torch.tensor([row[2] for row in rows], dtype=torch.float64).T
         places = torch.tensor([row[0] for row in rows], dtype=torch.int64)
         flags = None if self.surely_finite else flags
-        return MeasuredGradients(flags, measures, torch.arange(len(rows)), places)
+        return Findings(flags, measures, torch.arange(len(rows)), places)
 
     def attempt(self, number):
         def given(x):
@@ -81,7 +84,7 @@ steps = st.builds(
     st.none() | st.sampled_from([1.0, 2.0**-20, 65536.0]),
     st.none() | st.floats(0.0, 2.0**60, width=32),
     st.none() | st.floats(-(2.0**60), 2.0**60, width=32),
-    *[st.booleans()] * 3,
+    *[st.booleans()] * 4,
 )
 
 
@@ -132,7 +135,7 @@ def test_a_parameter_in_several_chunks_is_one():
     measures = torch.tensor(numbers, dtype=torch.float64)
     chunks, places = torch.tensor([0, 2, 3]), torch.tensor([2, 2, 0])
     for number, flags in enumerate(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]), start=1):
-        found = MeasuredGradients(torch.tensor(flags), measures, chunks, places)
+        found = Findings(torch.tensor(flags), measures, chunks, places)
         statistics.add(RecordedStep(number), [found], is_over=True)
         assert statistics.ring[0, 3] == (31.0 if number == 1 else math.inf)
     assert statistics.parameters[2, :6].tolist() == [5.0, 1.0, 14.0, 2.0, 0.0, 2.0]

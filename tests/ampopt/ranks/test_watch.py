@@ -15,7 +15,7 @@ from ampopt.watching.reading import RankStatistics, merge
 from ampopt_kernels.watch_statistics import (
     COLUMNS,
     COUNTS,
-    MeasuredGradients,
+    Findings,
     RecordedStep,
     Statistics,
 )
@@ -151,7 +151,7 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
     for overflows in parts:
         statistics = Statistics.empty(1, torch.device("cpu"))
         statistics.grow(1)
-        found = MeasuredGradients(torch.ones(1), measures, only, only)
+        found = Findings(torch.ones(1), measures, only, only)
         for number in sorted(overflows):
             statistics.add(RecordedStep(number), [found], is_over=False)
         told.append(

@@ -273,6 +273,28 @@ def test_accumulated_gradients_are_seen_as_their_sum():
     }
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_overflows_of_micro_batches_that_were_dropped_are_counted_once_a_step(clips):
+    optimizer, params = made(ampopt.SGD)
+    watch = ampopt.Watch(optimizer)
+    for spoilt in (2, 0, 1):
+        for i in range(2):
+            give(params, [[INF if i < spoilt else 1.0], None, [2.0], None], 2.0)
+            optimizer.accumulate(grads_scaled_by=2.0, drop="micro_batch")
+        give(params, [[3.0], None, None, [1.0]], 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1e9 if clips else None)
+    read = watch.read()
+    assert (read["steps"], read["skips"]) == (3, 0)
+    told = read["parameters"][NAMES[0]]
+    assert (told["overflows"], told["last_overflow"], told["largest"]) == (
+        2,
+        3,
+        9.0,
+    )  # of 3, renormalised
+    assert not any(read["parameters"][name]["overflows"] for name in NAMES[1:])
+    assert all(math.isfinite(step["norm"]) for step in read["recent"])
+
+
 def test_nothing_synchronizes():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
