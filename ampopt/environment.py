@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def report() -> str:
             "",
             f"backend: {_backend()}",
             *(f"  {device}: {_of_device(device)}" for device in _devices()),
-            *(f"  {name} {_whether_it_runs(name)}" for name in backends.NAMES if name != "auto"),
+            *(
+                f"  {name} can run here" if lacks is None else f"  {name} cannot run here: {lacks}"
+                for name, lacks in ((n, backends.lacking(n)) for n in backends.NAMES if n != "auto")
+            ),
             "",
             f"C++ compiler: {_compiler()}",
             f"cache of C++: {_cache()}",
@@ -108,7 +112,9 @@ def _devices() -> list[torch.device]:
 def _of_device(device: torch.device) -> str:
     """The backend that runs tensors on ``device``, why, and what the device is."""
     try:
-        name = backends.backend_for(device).name
+        with warnings.catch_warnings():  # the report itself says what cannot be compiled
+            warnings.simplefilter("ignore")
+            name = backends.backend_for(device).name
         why = _why(name, device) if backends.get_backend() == "auto" else "as chosen"
     except (ValueError, RuntimeError) as error:
         name, why = "none", str(error)
@@ -122,7 +128,7 @@ def _why(name: str, device: torch.device) -> str:
     if name == "triton":
         return "as Triton compiles for it"
     if device.type == "cpu":
-        return "as there is no C++ compiler"
+        return "as no C++ can be compiled here: see below"
     if device.type in ACCELERATORS:
         return "as Triton cannot be imported"
     return "as Triton compiles for " + " and ".join(ACCELERATORS) + " alone"
@@ -136,12 +142,6 @@ def _description(device: torch.device) -> str:
         return device.type
     properties = torch.get_device_module(device).get_device_properties(device)
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-
-
-def _whether_it_runs(name: str) -> str:
-    """Whether the backend ``name`` can run here, and why not."""
-    lacks = backends.lacking(name)
-    return "can run here" if lacks is None else f"cannot run here: {lacks}"
 
 
 def _compiler() -> str:

@@ -93,19 +93,22 @@ def test_a_compiler_with_flags(monkeypatch):
     assert said.startswith(f"{build.cpp_compiler()} -O2 '-DNAME=a b', which works: ")
 
 
-def test_a_compiler_that_does_not_work(monkeypatch, tmp_path):
+def test_a_compiler_that_does_not_work(with_torch, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'error: no headers' >&2; exit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    said = line("C++ compiler:")
-    assert said == f"{compiler}, which does not work: the compiler failed: error: no headers"
+    chosen = {"CXX": str(compiler), "TRITON_CACHE_DIR": str(tmp_path / "none")}
+    environment = {**os.environ, **chosen, "PYTHONPATH": python_path()}
+    said = with_torch.run("-m", "ampopt", environment=environment).stdout
+    assert "\n  cpu: eager, as no C++ can be compiled here: see below (" in said
+    why = "which does not work: the compiler failed: error: no headers"
+    assert f"\nC++ compiler: {compiler}, {why}\n" in said
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setattr(backends, "cpp_compiler", lambda: None)
     monkeypatch.setattr(environment, "cpp_command", lambda: None)
-    assert line("cpu:").startswith("eager, as there is no C++ compiler")
+    assert line("cpu:").startswith("eager, as no C++ can be compiled here: see below")
     assert line("compiled cannot run here:").startswith("the compiled backend needs a C++ compiler")
     assert line("C++ compiler:") == "none, as neither CXX nor g++ nor clang++ names one"
 

@@ -254,6 +254,15 @@ def test_a_second_rule_is_refused_between_an_unscale_and_its_step_and_uses_its_s
         optimizer.run_rule(print)  # type: ignore
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_second_rule_is_refused_where_torchs_own_step_would_run(differentiable):
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.SGD([param], differentiable=differentiable)
+    param.grad = torch.ones(3) if differentiable else torch.ones(3).to_sparse()
+    with assert_bitwise_unchanged(optimizer), pytest.raises(RuntimeError, match="make gradients d"):
+        optimizer.run_rule(sophia_hessian, 2.0)
+
+
 def test_a_second_rule_works_on_masters():
     param = Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = ampopt.Sophia([param], master_weights=True)

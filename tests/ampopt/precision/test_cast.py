@@ -103,6 +103,13 @@ def test_casting_again_is_casting_once(dtypes_):
         assert len(a._forward_hooks) == len(b._forward_hooks)
 
 
+def test_a_model_cast_back_to_float32_casts_only_what_goes_in_and_comes_out():
+    model = ampopt.cast(ampopt.cast(Net(), LOW), FULL, outputs=LOW)
+    assert model(IDS, shift=torch.ones((), dtype=LOW))["logits"].dtype == LOW
+    with pytest.raises(RuntimeError, match="dtype"):  # as in a model that was never cast
+        model.head(torch.ones(1, 8, dtype=LOW))
+
+
 def test_twice_to_the_same_dtype_gives_the_same_bits():
     once = ampopt.cast(Net(), LOW)
     twice = ampopt.cast(ampopt.cast(Net(), LOW), LOW)
