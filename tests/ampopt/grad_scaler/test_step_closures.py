@@ -75,6 +75,19 @@ def test_another_argument_is_no_closure():
     assert scaler_at(4.0, GradScaler).step(optimizer, 3) == 3
 
 
+def test_an_argument_after_the_closure_reaches_the_step():
+    class Counted(Plain):
+        def step(self, closure: Any = None, epoch: int = 0) -> Any:  # pyright: ignore
+            super().step()
+            return epoch
+
+    optimizer, params = made(Counted)
+    before = bits(params)
+    give(optimizer, 1.0)
+    assert scaler_at(4.0, GradScaler).step(optimizer, None, 3) == 3
+    assert bits(params) != before
+
+
 def test_evaluations_count_as_steps_towards_growth():
     optimizer, _ = made(ampopt.SGD)
     scaler = GradScaler("cpu", init_scale=1.0, growth_interval=2)
