@@ -125,20 +125,7 @@ def take_handoff(
 
 def _refuse_unfinished(optimizer: Any) -> None:
     """Raise if an unscale is pending, or sums wait: the scaler that steps unscales by itself."""
-    name, ours = type(optimizer).__name__, optimizer._ampopt
-    if ours.accumulation.cycle is not None:
-        raise RuntimeError(
-            f"torch.amp.GradScaler steps this {name}, whose accumulate() was called, but does not "
-            "support accumulate(). Call optimizer.unscale_and_step(grads_scaled_by=scale) instead "
-            "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
-            "accumulated"
-        )
-    if ours.phase.pending is not None:
-        raise RuntimeError(
-            f"unscale() of this {name} was called, and the scaler would unscale its gradients a "
-            "second time. Call step_after_unscale() in place of scaler.step(optimizer), or "
-            "scaler.unscale_(optimizer) in place of unscale(); zero_grad() discards the unscale"
-        )
+    optimizer._ampopt.phase.refuse_unfinished("torch.amp.GradScaler.step, which unscales by itself")
 
 
 def wrap_step(cls: type[Any], root: type[Any]) -> None:

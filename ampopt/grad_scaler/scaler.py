@@ -319,8 +319,7 @@ class GradScaler(scheduled.ScheduledScaler):
                 if record.next_scale is not None and record.next_scale is not record.scale
             ]
             if candidates:
-                scale = candidates[0] if len(candidates) == 1 else next_scale(*candidates)
-                scale = scheduled.on(self._loss_scale.value.device, scale)
+                scale = scheduled.on(scale.value.device, next_scale(*candidates))
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.phase.forget()
@@ -457,9 +456,8 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         for record in self._records:
             if record.of(optimizer):
-                pending = record.pending
-                dropped = pending is not None and pending is not _pending(record.holder)
-                if record.stage is not OptState.UNSCALED or not dropped:
+                is_kept = record.pending is _pending(record.holder)
+                if record.stage is not OptState.UNSCALED or is_kept:
                     return record
                 # zero_grad() or a plain step() has discarded its unscale.
                 self._records.remove(record)

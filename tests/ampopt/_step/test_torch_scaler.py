@@ -107,11 +107,24 @@ def test_a_scaler_does_not_step_a_pending_unscale(param, cls, scaler_unscales):
     if scaler_unscales:
         scaler.unscale_(optimizer)
     before = bits((param, param.grad))
-    with pytest.raises(RuntimeError, match=r"Call step_after_unscale\(\) in place of scaler\.step"):
+    with pytest.raises(RuntimeError, match=r"GradScaler\.step.*: an unscale is pending"):
         scaler.step(optimizer)
     assert bits((param, param.grad)) == before
     optimizer.step_after_unscale()
     assert bits(param) != before[0]
+
+
+@on_eager
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain, ReadsScaler])
+def test_a_scaler_steps_with_gradients_that_have_replaced_unscaled_ones(param, cls):
+    optimizer = cls([param])
+    scaler = scaler_for(param)
+    before = bits(param)
+    optimizer.unscale(grads_scaled_by=4.0)
+    param.grad = torch.ones_like(param)
+    scaler.step(optimizer)
+    assert bits(param) != before
+    assert optimizer.pending is None
 
 
 @on_eager
