@@ -157,7 +157,7 @@ class Comparison:
     def __init__(self) -> None:
         """Start without tensors to read."""
         self._compared_kinds: set[tuple[float, ...]] = set()
-        self._waiting: dict[tuple[torch.device, torch.Size], list[Tensor]] = defaultdict(list)
+        self._waiting: dict[torch.device, list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
     def compare(
@@ -171,7 +171,7 @@ class Comparison:
         """Read ``reduced``, now or in a later call.
 
         Args:
-            reduced: the all-reduced tensor.
+            reduced: the all-reduced tensor, of one shape in all calls.
             kind: the kind of the request of this rank.
             difference_of: ``difference_of(reduced.tolist())`` says in which way ranks differ, or
                 returns ``None``.
@@ -190,7 +190,7 @@ class Comparison:
             self._compared_kinds.add(kind)
             _refuse(difference_of(reduced.tolist()), "nothing has been stepped")
             return
-        waiting = self._waiting[device, reduced.shape]
+        waiting = self._waiting[device]
         waiting.append(reduced)
         if len(waiting) == _EVERY:
             self._coming.append(copied_to_host(torch.stack(waiting)))

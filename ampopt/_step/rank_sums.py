@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.gradients import named_params
+from ampopt._step.gradients import named_params, params_of
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_messages import Comparison
 from ampopt._step.sharding.dtensor import is_dtensor
@@ -50,21 +50,19 @@ class SameGradients:
             counts: a tensor of :attr:`size` elements.
             keys: the ``id`` of each parameter with a gradient.
         """
-        for number in (*self._present(keys), self.size - 1):
+        numbers = (self._numbers[key] for key in keys if key in self._numbers)
+        for number in (*numbers, self.size - 1):
             counts[number].fill_(1.0)
 
-    def check(self, counts: Tensor, keys: Iterable[int]) -> None:
-        """Check the all-reduced counts; see :class:`~ampopt._step.rank_messages.Comparison`.
-
-        Args:
-            counts: the sums of the counts of all ranks.
-            keys: the ``id`` of each parameter with a gradient on this rank.
+    def check(self, counts: Tensor) -> None:
+        """Check the sums of the counts of all ranks; see :class:`.rank_messages.Comparison`.
 
         Raises:
             RuntimeError: some ranks have gradients that others lack, in this step or in an earlier
                 one. Raised on every rank.
         """
-        self._comparison.compare(counts, self._present(keys), self._difference)
+        # A copy: they may wait to be read, and be a part of a large message.
+        self._comparison.compare(counts.clone(), (), self._difference)
 
     def _difference(self, counts: list[float]) -> str | None:
         """The difference between the gradients of ranks, as a message; ``None`` without one."""
@@ -78,10 +76,6 @@ class SameGradients:
             "makes collectives for DTensor gradients: give every rank gradients of the same "
             "parameters, zeros if need be, or none"
         )
-
-    def _present(self, keys: Iterable[int]) -> tuple[int, ...]:
-        """The numbers of the parameters in ``keys`` whose sums make collectives."""
-        return tuple(self._numbers[key] for key in keys if key in self._numbers)
 
 
 class RankSums:
@@ -104,7 +98,7 @@ class RankSums:
             n_terms: the number of sums that the rule takes.
         """
         self._agreement, self._n_terms = agreement, n_terms
-        sharded_params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
+        sharded_params = filter(is_dtensor, params_of(param_groups))
         self._places = {id(param): place for place, param in enumerate(sharded_params)}
 
     def __call__(self, works: Sequence[Work], sums: Sums) -> Sums:
@@ -152,8 +146,7 @@ class LinesOfRanks:
             over: what each mean of the rule is over, ``"rows"`` or ``"columns"``.
         """
         self._agreement = agreement
-        params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
-        params = [param for param in params if param.ndim > 1]
+        params = [p for p in params_of(param_groups) if is_dtensor(p) and p.ndim > 1]
         self._same = SameGradients(params, param_groups)
         self._sizes = [self._same.size]  # the counts come first, the sums after them
         self._first_parts: dict[int, int] = {}
@@ -202,4 +195,4 @@ class LinesOfRanks:
                         own.shard.put(over, of_stack[i][0], whole[0])
                     of_stack[i] = whole
         self._agreement.add_up_parameters(message)
-        self._same.check(parts[0], keys)
+        self._same.check(parts[0])

@@ -87,11 +87,10 @@ def _matrices_of(optimizer: Any, params: list[Any]) -> WholeMatrices | None:
     groups = [group for group in groups if torch.distributed.get_world_size(group) > 1]
     if groups:
         counts = torch.zeros(same.size, device=params[0].device)
-        keys = [id(param) for param in params if param.grad is not None]
-        same.write_counts(counts, keys)
+        same.write_counts(counts, (id(param) for param in params if param.grad is not None))
         for group in groups:
             torch.distributed.all_reduce(counts, group=group)
-        same.check(counts, keys)
+        same.check(counts)
     return matrices
 
 

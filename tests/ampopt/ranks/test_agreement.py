@@ -95,6 +95,7 @@ SETTINGS: dict[str, list[str]] = {
     "gradient": ["copies of a parameter, and only some of them have its gradient"],
     "gradient of a DTensor": ["copies of a parameter, and only some of them have its gradient"],
     "plain gradient beside a shard": ["copies of a parameter, and only some of them have its"],
+    "a part of its own beside a shard": [],
     "plain lr beside a shard": ["options of the optimizer differ", "this rank has lr=0.5, betas="],
     "gradient of a shard": [],  # a mesh's dimension of one rank makes no copies
     "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
@@ -134,10 +135,12 @@ def with_other_settings(what: str) -> str:
     if what == "may differ":  # of parts that are not copies; and what the user keeps in a group
         group |= {"replicated": False, "lr": 0.5 + rank, "kept by the user": rank}
     groups = [group]
-    if what.startswith("plain"):
-        beside = Parameter(torch.ones(2))
-        beside.grad = None if rank and "gradient" in what else torch.ones(2)
-        groups.append({"params": [("beside", beside)], "lr": 0.5 + rank * ("lr" in what)})
+    if what.endswith("beside a shard"):
+        is_part, lacks = what.startswith("a part"), what.startswith("plain gradient")
+        beside = Parameter(torch.ones(2 + rank * is_part))
+        beside.grad = None if rank and lacks else torch.ones_like(beside)
+        its = {"params": [("beside", beside)], "lr": 0.5 + rank * (not lacks)}
+        groups.append({**its, "replicated": [rank]} if is_part else its)
     optimizer = cls(groups, **options)
     if not isinstance(part, DTensor) or "stage" in what:
         optimizer.process_group = torch.distributed.new_group()  # which has counted no calls

@@ -495,6 +495,28 @@ def test_fsdp1_ends_where_torchs_optimizer_ends(two_ranks, name, orig):
                 torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
 
 
+def with_another_lr_under_fsdp1() -> str:
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(torch.nn.Linear(3, 4), device_id=torch.device("cpu"))
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5 + torch.distributed.get_rank())
+    model(torch.ones(2, 3)).sum().backward()
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_options_are_compared_under_fsdp1(two_ranks):
+    for text in two_ranks.run(with_another_lr_under_fsdp1, timeout=10):
+        assert "options of the optimizer differ" in text
+
+
 def test_optimizers_of_several_groups_need_one_that_decides(two_ranks):
     assert all("2 different process groups" in text for text in two_ranks.run(several_groups))
 
