@@ -1,5 +1,6 @@
 """The report of ``python -m ampopt``: versions, backends, compiler and caches of this machine."""
 
+import importlib
 import os
 import platform
 import shlex
@@ -18,7 +19,7 @@ from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.native.build import Library, cpp_command
 from ampopt_kernels.native.cache import CacheError, place
 
-__all__ = ["cpu_model", "report", "version_of"]
+__all__ = ["cpu_model", "report", "triton_version", "version_of"]
 
 
 def report() -> str:
@@ -67,6 +68,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def triton_version() -> str | None:
+    """The version of Triton, whose package is called otherwise for some GPUs, if it is imported."""
+    return importlib.import_module("triton").__version__ if HAS_TRITON else None
+
+
 def cpu_model() -> str:
     """The model name of the processor."""
     if sys.platform == "linux":
@@ -79,10 +85,10 @@ def cpu_model() -> str:
 
 def _triton() -> str:
     """The version of Triton, and whether it can be imported or is interpreted."""
-    version = version_of("triton") or "not installed"
-    if not HAS_TRITON:
-        return version if version == "not installed" else f"{version}, which cannot be imported"
-    return f"{version}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else version
+    if (imported := triton_version()) is not None:
+        return f"{imported}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else imported
+    installed = version_of("triton")
+    return "not installed" if installed is None else f"{installed}, which cannot be imported"
 
 
 def _backend() -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ampopt._step.gradients import params_of
 from ampopt._step.masters import full_master
 from ampopt._step.small_states import RANDOM_KEY, decode, has_codes, restore_names
 from ampopt.elementwise import ElementwiseOptimizer
@@ -40,7 +41,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if not isinstance(ours, ElementwiseOptimizer):
         return state_dict
     parts = (*ours.rule.state, *ours._ampopt.runner.second_states)
-    states, params = {}, _params_by_key(optimizer, state_dict)
+    keys = params_of(state_dict["param_groups"])
+    states, params = {}, dict(zip(keys, params_of(optimizer.param_groups), strict=True))
     for key, state in state_dict["state"].items():
         states[key] = state
         if key not in params:  # users may keep other values under their own keys
@@ -66,15 +68,3 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         group.pop(STATE_BITS.name, None)
         group.pop(MASTER_BITS.name, None)
     return {**state_dict, "state": states, "param_groups": groups}
-
-
-def _params_by_key(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> dict[Any, torch.Tensor]:
-    """The parameters of ``optimizer`` by their keys in ``state_dict["state"]``."""
-    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    return {
-        key: param
-        for group, saved_group in groups
-        for param, key in zip(group["params"], saved_group["params"], strict=True)
-    }

@@ -14,7 +14,7 @@ from ampopt._step.gradients import params_of
 from ampopt._step.hyperparameters import kind_of
 from ampopt_kernels.rule import Rule
 
-__all__ = ["bytes_allocated", "bytes_by_kernel", "bytes_moved"]
+__all__ = ["bytes_allocated", "bytes_by_kernel"]
 
 
 def bytes_allocated(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
@@ -29,11 +29,6 @@ def bytes_allocated(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) 
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
-    """Bytes that one ``unscale_and_step`` reads and writes; see :func:`bytes_by_kernel`."""
-    return sum(bytes_by_kernel(optimizer).values())
 
 
 def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:

@@ -13,7 +13,7 @@ import torch
 import ampopt
 from ampopt.bench.contenders import AMPOPT, FLOAT32, SMALL
 from ampopt.bench.rows import BenchRow
-from ampopt.environment import cpu_model, version_of
+from ampopt.environment import cpu_model, triton_version
 
 __all__ = ["as_columns", "costs", "environment", "memory", "table", "write_json"]
 
@@ -29,7 +29,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
+        "triton": triton_version(),
         "ampopt": ampopt.__version__,
         "backend": ampopt.get_backend(),
     }

@@ -12,12 +12,12 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, workloads
-from ampopt.bench.byte_counts import bytes_allocated, bytes_moved
+from ampopt.bench.byte_counts import bytes_allocated, bytes_by_kernel
 from ampopt.bench.device_cost import DeviceCost, device_cost
 from ampopt.bench.measure import Times, interleaved, reason, warmed
 from ampopt.bench.memory_bandwidth import Streams
 
-__all__ = ["BenchRow", "measure", "measure_all", "unmeasured"]
+__all__ = ["BenchRow", "measure", "measure_all"]
 
 _CACHES = 1 << 26
 """Size in bytes up to which caches may hold everything."""
@@ -35,8 +35,8 @@ class BenchRow:
         tensors: number of tensors.
         elements: number of elements of all tensors.
         bytes: bytes that ampopt's step reads and writes; see
-            :func:`ampopt.bench.byte_counts.bytes_moved`. 0 if ampopt failed or has no rule for the
-            optimizer.
+            :func:`ampopt.bench.byte_counts.bytes_by_kernel`. 0 if ampopt failed or has no rule for
+            the optimizer.
         bandwidth: bytes per second of memory in the same rounds; ``None`` if the data may fit the
             caches, so that memory sets no floor, or if it could not be measured.
         times: times of each contender that ran.
@@ -164,7 +164,9 @@ def measure(
     warmer caches. A contender that raises is dropped, and the row has the reason. ``only`` names
     the contenders to measure; if it is empty, all are.
     """
-    _let_go(device)  # optimizers of the row before may be kept alive by reference cycles
+    gc.collect()  # optimizers of the row before may be kept alive by reference cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     params = workload.parameters(dtype, device)
     absent = workloads.CHANGING if changing else 0.0
     gradients = workloads.Gradients(params, absent)
@@ -193,7 +195,7 @@ def measure(
         if name == contenders.AMPOPT and isinstance(
             contender.optimizer, ampopt.ElementwiseOptimizer
         ):
-            n_bytes = round(bytes_moved(contender.optimizer) * (1 - absent))
+            n_bytes = round(sum(bytes_by_kernel(contender.optimizer).values()) * (1 - absent))
     gradients.restore()
     without_floor: dict[str, str] = {}
     streams = _streams(n_bytes, device, without_floor)
@@ -260,8 +262,12 @@ def measure_all(
         seconds_left = max(0.0, end - time.perf_counter())
         try:
             bench_rows += measure(optimizer, workload, seconds=seconds_left / (len(jobs) - n_done))
-        except Exception as error:  # keep the rows measured so far
-            bench_rows += unmeasured(optimizer, workload, device, error)
+        except Exception as error:  # say, parameters do not fit; keep the rows measured so far
+            missing = dict.fromkeys(contenders.names(device), reason(error))
+            bench_rows += [
+                BenchRow.of(optimizer, workload, clip, device, missing=missing)
+                for clip in (False, True)
+            ]
     _note("")
     return bench_rows
 
@@ -272,14 +278,6 @@ def _note(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def unmeasured(
-    optimizer: str, workload: workloads.Workload, device: torch.device, error: Exception
-) -> list[BenchRow]:
-    """The rows if no contender ran because of ``error``, say because parameters do not fit."""
-    why = dict.fromkeys(contenders.names(device), reason(error))
-    return [BenchRow.of(optimizer, workload, clip, device, missing=why) for clip in (False, True)]
-
-
 def _streams(n_bytes: int, device: torch.device, unknown: dict[str, str]) -> Streams:
     """The passes that measure the bandwidth; none if caches may hold ``n_bytes``."""
     if n_bytes > _CACHES:
@@ -288,10 +286,3 @@ def _streams(n_bytes: int, device: torch.device, unknown: dict[str, str]) -> Str
         except RuntimeError as error:
             unknown["the floor"] = reason(error)
     return Streams({}, {})
-
-
-def _let_go(device: torch.device) -> None:
-    """Free the memory of objects that are no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

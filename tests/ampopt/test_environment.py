@@ -13,6 +13,7 @@ from support.preloaded import python_path
 import ampopt
 from ampopt import backend as backends
 from ampopt import environment
+from ampopt.bench import report as bench_report
 from ampopt_kernels.native import build, cache
 
 
@@ -53,6 +54,20 @@ def test_the_command_prints_the_report_and_heeds_the_environment(with_torch, tmp
 def test_versions():
     assert line("ampopt ").startswith(f"{ampopt.__version__} in ")
     assert line("torch ") == torch.__version__
+
+
+@pytest.mark.skipif(not backends.HAS_TRITON, reason="Triton cannot be imported here")
+def test_the_version_of_a_triton_whose_package_has_another_name(monkeypatch):
+    monkeypatch.setattr(environment, "version_of", lambda package: None)
+    triton = pytest.importorskip("triton")
+    assert f"\ntriton {triton.__version__}" in environment.report()
+    assert bench_report.environment(torch.device("cpu"))["triton"] == triton.__version__
+
+
+def test_a_triton_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr(environment, "HAS_TRITON", False)
+    monkeypatch.setattr(environment, "version_of", lambda package: "3.9.0")
+    assert "\ntriton 3.9.0, which cannot be imported\n" in environment.report()
 
 
 def test_without_triton(monkeypatch):
