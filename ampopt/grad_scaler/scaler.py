@@ -478,11 +478,11 @@ class GradScaler(scheduled.ScheduledScaler):
         return record
 
     def _refuse_shared(self, record: Record, optimizer: Any) -> None:
-        """Refuse gradients that were already unscaled for another optimizer."""
+        """Refuse gradients of a record that is ready, but were unscaled for another optimizer."""
         unscaled_params = {
             id(param)
             for other in self._records
-            if other is not record and other.stage is not OptState.READY
+            if other.stage is not OptState.READY
             for param in gradients.params_of(other.groups)
         }
         if not unscaled_params:

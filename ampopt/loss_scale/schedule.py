@@ -11,10 +11,10 @@ from ampopt.loss_scale.arguments import LARGEST_SCALE, check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt_kernels.next_scale import PolicyConstants
 
-__all__ = ["HYSTERESIS_MODES", "Schedule", "check_entries", "entries_of_scaler"]
+__all__ = ["Schedule", "check_entries"]
 
 
-HYSTERESIS_MODES = {
+_HYSTERESIS_MODES = {
     # mode: (refilled by any finite step, refilled by lowering the scale)
     "consecutive": (1.0, 0.0),
     "cumulative": (0.0, 0.0),
@@ -66,8 +66,8 @@ class Schedule:
                 f"hysteresis_mode must be a str, got {self.hysteresis_mode!r} of type "
                 f"{type(self.hysteresis_mode).__name__}"
             )
-        if self.hysteresis_mode not in HYSTERESIS_MODES:
-            modes = ", ".join(map(repr, HYSTERESIS_MODES))
+        if self.hysteresis_mode not in _HYSTERESIS_MODES:
+            modes = ", ".join(map(repr, _HYSTERESIS_MODES))
             raise ValueError(
                 f"hysteresis_mode must be one of {modes}, got {self.hysteresis_mode!r}"
             )
@@ -108,7 +108,7 @@ class Schedule:
     @cached_property
     def policy(self) -> PolicyConstants:
         """The settings as constants for ``ampopt_kernels.next_scale.next_scale``."""
-        on_finite, on_backoff = HYSTERESIS_MODES[self.hysteresis_mode]
+        on_finite, on_backoff = _HYSTERESIS_MODES[self.hysteresis_mode]
         first, period = (self.growth_interval + offset for offset in self.growth_offsets)
         return PolicyConstants(
             growth_factor=self.growth_factor,
@@ -165,7 +165,7 @@ def check_entries(scale: LossScale, state_dict: Any, keys: tuple[str, ...]) -> d
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
     if "type" not in state_dict:
-        state_dict = entries_of_scaler(state_dict, kind, scale._settings())
+        state_dict = _entries_of_scaler(scale, state_dict)
     entries = dict(state_dict)
     saved_kind = entries.pop("type", None)
     if saved_kind != kind:
@@ -183,24 +183,16 @@ def check_entries(scale: LossScale, state_dict: Any, keys: tuple[str, ...]) -> d
     return entries
 
 
-def entries_of_scaler(
-    state_dict: Mapping[str, Any], kind: str, settings: dict[str, Any]
-) -> Mapping[str, Any]:
-    """The state of a ``GradScaler``, of torch or of ampopt, as the state of a loss scale.
+def _entries_of_scaler(scale: LossScale, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a ``GradScaler``, of torch or of ampopt, as that of ``scale``, which loads it.
 
-    Args:
-        state_dict: what ``state_dict()`` of the scaler returned.
-        kind: the name of the class of the scale that loads the state.
-        settings: the settings of that scale. Settings that torch's scaler lacks, such as
-            ``min_scale``, are taken from here.
-
-    Returns:
-        The entries that :meth:`LossScale.state_dict` of a scale of class ``kind`` returns.
+    Settings that torch's scaler lacks, such as ``min_scale``, are those of ``scale``.
 
     Raises:
         ValueError: an entry is missing, a setting is out of range, or the scale is static.
         TypeError: a setting is of the wrong type.
     """
+    kind, settings = type(scale).__name__, scale._settings()
     if "loss_scale" in state_dict:  # ampopt.GradScaler saves its scale whole
         return state_dict["loss_scale"]
     missing = [name for name in _ENTRIES if name not in state_dict]

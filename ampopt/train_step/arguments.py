@@ -45,18 +45,7 @@ def of_autocast(dtype: Any) -> Precision:
 
 
 def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: bool) -> None:
-    """Refuse arguments about overflow that do not go together.
-
-    Args:
-        then: the argument ``on_overflow``.
-        max_replays: the argument of this name.
-        preserve_rng: the argument of this name.
-        cuda_graph: the argument of this name.
-
-    Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: ``then`` is unknown, or two arguments do not go together.
-    """
+    """Refuse arguments about overflow that do not go together; ``then`` is ``on_overflow``."""
     if then not in ("skip", "replay", "next_batch"):
         raise ValueError(f"on_overflow must be 'skip', 'replay' or 'next_batch', got {then!r}")
     if max_replays is not None:

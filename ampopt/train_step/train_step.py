@@ -218,7 +218,15 @@ class TrainStep:
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
         if self._batches_per_step is None and self._on_overflow != "next_batch":
-            return self._step([(inputs, *targets)])
+            try:
+                return self._step([(inputs, *targets)])
+            except TypeError as error:
+                if targets or not isinstance(inputs, (tuple, list)):
+                    raise
+                raise TypeError(
+                    f"{error}. The step got one {type(inputs).__name__} and no targets: for a "
+                    "batch of inputs and targets, call step(*batch)"
+                ) from error
         if targets or not isinstance(inputs, Iterator):
             raise TypeError(
                 'with batches_per_step or on_overflow="next_batch" a step takes an iterator of '

@@ -249,6 +249,18 @@ def test_update_drops_an_unscale_without_a_step_but_counts_its_overflow():
     scaler.step(optimizer)
 
 
+def test_update_keeps_an_unscale_that_is_not_of_the_scaler():
+    optimizer, _ = made(ampopt.AdamW)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, 1.0)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    give(optimizer, 1.0)
+    optimizer.unscale(grads_scaled_by=4.0)
+    scaler.update()
+    assert optimizer.pending is not None
+
+
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_update_drops_an_unscale_from_masters_and_sums_too(options, accumulates):

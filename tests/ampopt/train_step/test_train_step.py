@@ -156,6 +156,14 @@ def test_inputs_are_passed_as_they_come(inputs, called_with):
     assert weight.tolist() == [-0.5, -0.5]  # d loss / d weight is 3 / 2 for each
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_batch_that_was_not_unpacked_is_refused_with_the_call_to_make(kind):
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, 1.0)
+    with pytest.raises(TypeError, match=r"call step\(\*batch\)"):
+        step(kind(batch()))
+
+
 def test_replay_runs_the_batch_again_until_it_is_finite():
     """The result is that of a step with the last scale from the start, and the same dropout."""
     results = []
