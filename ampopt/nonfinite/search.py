@@ -98,7 +98,7 @@ def look_again() -> None:
 
 def found_now() -> NonFiniteOutput | None:
     """The result of a search around this call since :func:`look_again`; ``None`` without one."""
-    return next((s.result.first for s in _searches.get() if s.result and not s.restarted), None)
+    return next((s.result.first for s in _searches.get() if not s.restarted), None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,12 @@ class _ModuleCall:
     around: "_ModuleCall | None"
 
 
+class _Thread(threading.local):
+    """The innermost module call that is running in this thread; ``None`` outside of modules."""
+
+    call: _ModuleCall | None = None
+
+
 class _Search:
     """The hooks of one :func:`first_nonfinite`.
 
@@ -142,7 +148,7 @@ class _Search:
         self.restarted = False
         self._over = False
         self._last_finite: FiniteOutput | None = None
-        self._running = threading.local()
+        self._thread = _Thread()
 
     def restart(self) -> None:
         """Replace what was found by what the next evaluation finds, if it finds anything."""
@@ -152,27 +158,21 @@ class _Search:
         """Stop checking: a watched graph may run backward after the context has ended."""
         self._over = True
 
-    @property
-    def _calls(self) -> list[_ModuleCall]:
-        """The module calls that are running in this thread, the innermost last."""
-        if not hasattr(self._running, "calls"):
-            self._running.calls = []
-        return self._running.calls
-
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: ``module`` is about to run."""
-        arguments, around = (args, kwargs), self._calls[-1] if self._calls else None
+        arguments, around = (args, kwargs), self._thread.call
         self._watch_nodes(arguments, around)
         # Check the inputs now, because a module that works in place overwrites them.
         checked = _tensors(arguments) if self._looking else ()
         inputs = [tensor for tensor in checked if not _is_mask(tensor)]
-        self._calls.append(_ModuleCall(name, module, self._first_bad(inputs), around))
+        self._thread.call = _ModuleCall(name, module, self._first_bad(inputs), around)
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """A forward hook: ``module`` has run, or raised an error."""
-        if not self._calls or self._calls[-1].module is not module:
+        call = self._thread.call
+        if call is None or call.module is not module:
             return  # a pre-hook that ran before ours has raised
-        call = self._calls.pop()
+        self._thread.call = call.around
         self.result.calls += 1
         self._watch_nodes(output, call)
         if not self._looking:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import profile
+from ampopt.profiling import Look, Profile
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 
@@ -159,6 +160,8 @@ def test_a_hand_written_step_on_a_device(on_a_device, cls, skip_by, paths):
         header = f"{cls.__name__}: 1 step. In the last one:\n"
         looks = flag_read(cls.__name__) if "the host looked" in path else NO_LOOK
         assert said(optimizer) == header + hand_written(path) + looks
+    header = f"{cls.__name__}: 1 step. In the last one:\n"
+    assert said(optimizer, scale=None) == header + hand_written("unchecked") + NO_LOOK
 
 
 def test_torchs_own_step(eager):
@@ -187,6 +190,12 @@ def test_reads_in_the_loop_are_shown_with_their_line(eager):
         "assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped\n"
         f"  {WHERE}:{line + 1}: optimizer.unscale_and_step(grads_scaled_by=1.0).found_inf.item()"
     )
+
+
+def test_what_a_scale_reads_on_the_cpu_alone_is_not_shown(eager):
+    with profile(made(ampopt.SGD)) as report:
+        ampopt.DynamicLossScale(init_scale=4.0).next(torch.zeros(()))
+    assert str(report).endswith(NO_LOOK)
 
 
 def test_reads_in_a_closure_are_shown(eager):
@@ -237,6 +246,46 @@ def test_several_optimizers_and_none(eager):
     with pytest.raises(TypeError, match=r"torch\.optim\.sgd\.SGD: import it from ampopt"):
         with profile(made(torch.optim.SGD)):
             pass
+
+
+def test_several_hand_written_steps_each_have_their_path_and_flag(eager):
+    a, b = made(Plain), made(HostCounted)
+    for optimizer in (a, b):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    with profile(a, b) as report:
+        a.unscale_and_step(grads_scaled_by=1.0)
+        for _ in range(2):
+            b.unscale_and_step(grads_scaled_by=1.0)
+    counter = "HostCounted.param_groups[0]['step']"
+    assert str(report) == (
+        "Plain: 1 step. In the last one:\n"
+        + hand_written(FREE + TRANSACTION)
+        + "HostCounted: 2 steps. In the last one:\n"
+        + hand_written(LOOKED + "; on a GPU too, as the step changes " + counter)
+        + "The host looked at tensors 3 times. That costs nothing on the CPU; on a GPU it would "
+        "wait 2 times:\n"
+        "  Plain's overflow flag: skip this step? (a transaction on a GPU does not look)\n"
+        "  HostCounted's overflow flag, 2 times: skip this step?"
+    )
+
+
+def test_many_parameters_are_not_all_named(eager):
+    params = [(f"layer{i}", Parameter(torch.ones(1))) for i in range(4)]
+    for _, param in params:
+        param.grad = torch.ones(1)
+    assert "  4 parameters (layer0, layer1, layer2, ...): by the rule" in said(ampopt.SGD(params))
+
+
+def test_a_report_on_a_gpu_says_what_ran_and_what_waited():
+    assert str(Profile(kernels=["a", "b"])) == (
+        "2 kernels ran in all, whoever launched them.\nThe host never waited for the device."
+    )
+    report = Profile(kernels=["a"])
+    report.looks[Look("train.py:3", "loss.item()")] += 2
+    assert str(report) == (
+        "1 kernel ran in all, whoever launched them.\nThe host waited for the device 2 times:\n"
+        "  train.py:3, 2 times: loss.item()"
+    )
 
 
 def test_a_step_within_the_step_of_a_subclass_is_not_counted(eager):

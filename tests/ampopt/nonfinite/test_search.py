@@ -711,6 +711,13 @@ def test_a_gradient_made_outside_of_modules_is_named_by_its_parameter(clears):
     )
 
 
+def test_a_gradient_of_operations_before_the_model_is_not_found():
+    model, x = Head(), torch.zeros(3, 2, requires_grad=True)
+    with ampopt.first_nonfinite(model) as found:
+        model(x.sqrt()).sum().backward()
+    assert x.grad is not None and x.grad.isinf().all() and not found
+
+
 def test_gradients_are_checked_at_the_end_too():
     model = Head()
     with ampopt.first_nonfinite(model) as found:
