@@ -284,13 +284,13 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`add_up_parameters`.
         """
-        sums = torch.cat([each.reshape(-1), totals])
-        if self._names_ranks and each.numel():
+        n = each.numel()
+        if self._names_ranks and n:
             self.add_up_parameters(each)
-            sums = totals.clone()
-        self._all_reduce(sums, self._groups)
-        n = totals.numel()
-        return (each if len(sums) == n else sums[:-n].view_as(each)), sums[-n:]
+            self._all_reduce(totals := totals.clone(), self._groups)
+            return each, totals
+        self._all_reduce(sums := torch.cat([each.reshape(-1), totals]), self._groups)
+        return sums[:n].view_as(each), sums[n:]
 
     def add_up_parameters(self, each: Tensor) -> None:
         """Add ``each`` up, in place, over the ranks that the parameters are sharded over.

@@ -345,6 +345,29 @@ def test_all_matrices_take_a_few_collectives(four_ranks, name, few):
         assert far == 0.0
 
 
+def with_some_gradients() -> list[bool]:
+    """Whether Muon steps shards as whole matrices: one is frozen and one lacks its gradient."""
+    from torch.distributed.tensor import Shard
+
+    place: Any = mesh_of(4), [Shard(0)]
+    wholes = [Parameter(numbers(shape, i)) for i, shape in enumerate((*MATRICES, (4, 4)))]
+    parts: Any = [Parameter(spread(p.detach(), *place)) for p in wholes]
+    for params in (wholes, parts):
+        params[0].requires_grad_(False)  # its gradient is used nevertheless, as torch does
+    optimizers: Any = ampopt.Muon(wholes), ampopt.Muon(parts)
+    for step in range(4):
+        for i, (p, part) in enumerate(zip(wholes, parts, strict=True)):
+            p.grad = None if i == step else numbers(tuple(p.shape), 10 * step + i)
+            part.grad = None if p.grad is None else spread(p.grad, *place)
+        for optimizer in optimizers:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+    return [torch.equal(whole(part), p) for p, part in zip(wholes, parts, strict=True)]
+
+
+def test_muon_steps_the_shards_that_have_gradients(four_ranks):
+    assert four_ranks.run(with_some_gradients) == [[True] * 3] * 4
+
+
 def steady(form: str) -> int:
     """How many times four steps find out anew which ranks all-reduce together."""
     made: list[None] = []
