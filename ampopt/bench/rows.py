@@ -195,7 +195,10 @@ def measure(
         if name == contenders.AMPOPT and isinstance(
             contender.optimizer, ampopt.ElementwiseOptimizer
         ):
-            n_bytes = round(sum(bytes_by_kernel(contender.optimizer).values()) * (1 - absent))
+            # Those of this step, whose gradients may be of few or of many elements; then the mean.
+            present = sum(p.numel() for p in params if p.grad is not None) / workload.elements
+            counted = sum(bytes_by_kernel(contender.optimizer).values())
+            n_bytes = round(counted * (1 - absent) / present)
     gradients.restore()
     without_floor: dict[str, str] = {}
     streams = _streams(n_bytes, device, without_floor)

@@ -20,10 +20,12 @@ from ampopt.bench import (
     contenders,
     measure,
     memory_bandwidth,
+    report,
     rows,
     workloads,
 )
 from ampopt.bench.byte_counts import bytes_by_kernel
+from ampopt.bench.device_cost import DeviceCost
 
 CPU = torch.device("cpu")
 OURS = ("ampopt", "ampopt:16", "ampopt:8")
@@ -405,6 +407,26 @@ def test_in_each_step_of_changing_another_quarter_has_no_gradient(tiny, tmp_path
     assert len(sets) > 1 and {sum(absent) for absent in sets} == {2}
 
 
+@pytest.mark.parametrize("sizes", [(8,) * 8, (8, 16, 64, 128, 8, 16, 64, 256)])
+def test_the_floor_of_changing_is_of_the_mean_share_of_gradients(sizes):
+    workload = workloads.Workload("some", tuple((size,) for size in sizes))
+    measured = [
+        rows.measure(
+            "AdamW",
+            workload,
+            dtype=torch.float32,
+            device=CPU,
+            rounds=1,
+            seconds=0.0,
+            changing=changing,
+            only=["ampopt"],
+        )[0]
+        for changing in (False, True)
+    ]
+    assert [row.workload for row in measured] == ["some", "some, changing"]
+    assert [row.bytes for row in measured] == [32 * sum(sizes), 24 * sum(sizes)]
+
+
 def test_each_power_of_two_has_a_workload_of_at_most_16_mi_elements():
     sizes = workloads.powers_of_two()
     assert [workload.shapes[0] for workload in sizes] == [(1 << power,) for power in range(6, 25)]
@@ -549,6 +571,26 @@ def test_a_row_names_the_best_of_torchs_alone():
     row = rows.BenchRow("AdamW", "large", False, "cpu", 1, 1, 100, 100.0, times, {})
     assert row.best == "fused"
     assert row.ratio == 0.5
+
+
+def test_tables_show_the_figures_of_a_row():
+    times = {
+        "foreach": measure.Times([0.015, 0.026, 0.027], [1e-3]),
+        "fused": measure.Times([0.010, 0.030, 0.020], [2e-3]),
+        "ampopt": measure.Times([0.006, 0.005, 0.016], [1e-4, 3e-4]),
+    }
+    costs = {"ampopt": DeviceCost(3, 1, 2_500_000)}
+    row = rows.BenchRow("AdamW", "large", True, "cuda", 1, 1, 6_000_000, 2e9, times, costs=costs)
+    other = replace(row, clip=False, bandwidth=None, times={"foreach": times["foreach"]})
+    assert report.table([row, other]).splitlines() == [
+        "optimizer  workload  clip      foreach        fused        ampopt  /best  fastest  /floor",
+        "AdamW      large     yes   26.00 ±3.00  20.00 ±5.00  6.000 ±2.750   0.30     0.50    2.00",
+        "AdamW      large     no    26.00 ±3.00            -             -      -        -       -",
+    ]
+    assert [line.split() for line in report.costs([row]).splitlines()[2:]] == [
+        ["AdamW", "large", "yes", "fused", "-", "-", "2000", "-", "-", "-"],
+        ["AdamW", "large", "yes", "ampopt", "1.0", "0.50", "200", "3", "1", "2.5"],
+    ]
 
 
 @pytest.mark.parametrize(
