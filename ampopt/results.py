@@ -70,9 +70,7 @@ class _Reports(tuple[GradientReport | RankFlags, ...]):
     """The overflows of each device and rank, from which a flag was computed."""
 
     def __reduce__(self) -> Any:
-        """Pickle as an empty set, the mark of a flag, without the reports."""
-        # A copy or a file keeps only the mark that this is a flag, as an empty set, which
-        # torch.load(weights_only=True) accepts.
+        """Keep only the mark of a flag in copies and files, as an empty set, which torch loads."""
         return set, ()
 
 

@@ -57,7 +57,7 @@ class Pending:
         return Request(
             check=False,
             found_inf=self.found_inf,
-            drop=self.scale is None or self.scale.drop_overflow_update,
+            drop=self.scale is None or self.scale._drop,
             earlier_decision=self.decision,
         )
 

@@ -66,7 +66,13 @@ class ScheduledScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        return _to_torch(self._loss_scale)
+        scale, torchs = self._loss_scale, DynamicLossScale()._settings()
+        entries = scale.grad_scaler_state_dict()
+        others = {k: v for k, v in scale._settings().items() if k not in ("init_scale", *entries)}
+        is_dynamic = isinstance(scale, DynamicLossScale)
+        if not is_dynamic or any(torchs[k] != v for k, v in others.items()):
+            entries["loss_scale"] = scale.state_dict()
+        return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state of this class or of ``torch.amp.GradScaler``. Does nothing if disabled.
@@ -184,14 +190,3 @@ def with_settings(scale: LossScale, **settings: Any) -> LossScale:
     growth = growth.clamp(max=new._schedule.first_growth - 1)  # it grows at the next finite step
     new._set(scale.value, torch.stack((growth, budget)), scale.device is not None)
     return new
-
-
-def _to_torch(scale: LossScale) -> dict[str, Any]:
-    """State dict of ``scale`` with torch's keys, and ``loss_scale`` for the rest. Synchronizes."""
-    entries = scale.grad_scaler_state_dict()
-    others = {k: v for k, v in scale._settings().items() if k not in ("init_scale", *entries)}
-    torchs = DynamicLossScale()._settings()
-    is_dynamic = isinstance(scale, DynamicLossScale)
-    if not (is_dynamic and all(torchs[name] == value for name, value in others.items())):
-        entries["loss_scale"] = scale.state_dict()
-    return entries

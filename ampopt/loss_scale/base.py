@@ -35,7 +35,8 @@ class AnyScale(ABC):
 
     A subclass provides:
 
-    * :attr:`value` and :attr:`drop_overflow_update`;
+    * ``_value``, the scale: a floating-point tensor of one element;
+    * ``_drop``: whether an update is skipped if its gradients overflowed;
     * ``_policy``: the schedule as ``PolicyConstants``, from which the device computes the next
       scale; ``None`` for a scale that never changes;
     * ``_counters``, if there is a ``_policy``: an int32 tensor of shape (2,) with the finite steps
@@ -54,16 +55,6 @@ class AnyScale(ABC):
     _value: Tensor
     _counters: Tensor | None = None
     _generation: _Generation | None = None
-
-    @property
-    def value(self) -> Tensor:
-        """The scale: a floating-point tensor of one element."""
-        return self._value
-
-    @property
-    def drop_overflow_update(self) -> bool:
-        """Whether an update is skipped if its gradients overflowed."""
-        return self._drop
 
     @abstractmethod
     def _with(self, value: Tensor, counters: Tensor) -> Any:
@@ -114,6 +105,11 @@ class LossScale(AnyScale):
         Does not synchronize. Do not write to it: the backward pass of a loss may still need it.
         """
         return self._value
+
+    @property
+    def drop_overflow_update(self) -> bool:
+        """Whether an update is skipped if its gradients overflowed."""
+        return self._drop
 
     @property
     def device(self) -> torch.device | None:

@@ -251,6 +251,7 @@ def test_disabled_scalers_save_nothing_and_an_enabled_one_says_so():
         assert disabled.state_dict() == {}
         disabled.load_state_dict({})
         disabled.load_state_dict(scaler_at(4.0, GradScaler).state_dict())
+        disabled.set_growth_factor(3.0)
         assert disabled.get_scale() == 1.0
     scaler = scaler_at(4.0, GradScaler)
     with pytest.raises(RuntimeError, match="saved from a disabled"):
