@@ -7,7 +7,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch.utils.benchmark import Measurement, TaskSpec
@@ -139,7 +138,9 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in order}
     hosts: dict[str, list[float]] = {name: [] for name in order}
     timer = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device)
-    with _no_collection():
+    gc.collect()
+    gc.disable()
+    try:
         end = time.perf_counter() + seconds
         for n_done in range(rounds):
             if n_done >= 3 and goes_on is None and time.perf_counter() > end:
@@ -160,6 +161,8 @@ def interleaved(
                     continue
                 times[name].append(seconds_taken)
                 hosts[name].append(host)
+    finally:
+        gc.enable()
     return {name: Times(times[name], hosts[name]) for name in steps if name in order}
 
 
@@ -232,14 +235,3 @@ def device_seconds(step: Callable[[], object], device: torch.device, host: float
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
-
-
-@contextmanager
-def _no_collection():
-    """Collect garbage now, and not within the block."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
