@@ -107,10 +107,11 @@ class StepRecord:
             return
         self._steps += 1
         flag = getattr(optimizer, "found_inf", None)
+        skips = self._last.get("skips", torch.zeros(()))
         # Torch's scaler sets the number 0 if nothing has a gradient.
         is_known = isinstance(flag, Tensor)
-        skipped = (flag.detach().reshape(()) > 0).float() if is_known else torch.zeros(())
-        skips = self._last.get("skips", torch.zeros(()))  # on the CPU also if loaded
+        skipped = (flag.detach().reshape(()) > 0).float() if is_known else torch.zeros_like(skips)
+        # At first, and after loading, the counts are on the CPU.
         self._last = {"skips": skips.to(skipped.device) + skipped, "skipped": skipped}
         norm = getattr(optimizer, "grad_norm", None)
         if isinstance(norm, Tensor):

@@ -44,6 +44,24 @@ def test_steps_and_skips_are_counted():
     assert record.read()["steps"] == 6
 
 
+def test_a_step_without_a_flag_leaves_the_counts_on_the_device():
+    """A meta tensor has no numbers, so that a copy to the CPU, which waits, raises an error."""
+
+    class Idle(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    optimizer = Idle([parameter()])
+    record = StepRecord(optimizer)
+    optimizer.found_inf = torch.ones((), device="meta")  # pyright: ignore  # as a scaler does
+    optimizer.step()
+    del optimizer.found_inf  # pyright: ignore
+    optimizer.step()
+    numbers: Any = record.numbers()
+    assert numbers["steps"] == 2
+    assert numbers["skips"].is_meta and numbers["skipped"].is_meta
+
+
 def test_a_step_within_the_step_of_a_subclass_is_not_counted():
     class Derived(ampopt.SGD):
         def step(self, closure: Any = None) -> Any:
