@@ -124,7 +124,8 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
             "that overflows in the forward pass. Run such a step within "
             "ampopt.first_nonfinite(model), which names it."
         ]
-    others = "" if len(bad) == 1 else f"; {len(bad) - 1} other parameters overflowed, too"
+    n = len(bad) - 1
+    others = f"; {n} other parameter{'s' * (n > 1)} overflowed, too" if n else ""
     largest = f"its largest finite gradient was {stats['largest']:.3g}"
     found = f"`{first}` overflowed {when}; {largest}{others}."
     advice = {

@@ -23,6 +23,52 @@ def reported(norms: list[float], **options: Any) -> str:
     return watch.report()
 
 
+def of_layers(steps: list[list[float]], n: int = 3, *, scale: Any = 2.0) -> ampopt.Watch:
+    """The watch of ``n`` parameters after these gradients of the first; all others are 1."""
+    params = [Parameter(torch.ones(1)) for _ in range(n)]
+    optimizer = ampopt.SGD([(f"layer{i}", p) for i, p in enumerate(params)])
+    watch = ampopt.Watch(optimizer)
+    for values in steps:
+        for i, p in enumerate(params):
+            p.grad = torch.full((1,), values[i] if i < len(values) else 1.0)
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    return watch
+
+
+def test_a_report_says_how_many_overflowed_and_which_most():
+    lines = of_layers([[4.0], [INF], [INF, INF]]).report().splitlines()
+    assert lines[0] == "3 steps, 2 skipped, 2 in a row up to now, the last under a scale of 2^1."
+    found = "`layer0` overflowed 2 times, last at step 3; its largest finite gradient was 2"
+    assert lines[1] == f"{found}; 1 other parameter overflowed, too."
+    assert lines[2].startswith("A few overflows are normal") and "module of `layer0`" in lines[2]
+    assert lines[3:] == ["All steps from step 2 on have overflowed, 2 in a row."]
+    lines = of_layers([[INF], [INF, INF, INF]], scale=3.0).report().splitlines()
+    assert lines[0].endswith("the last under a scale of 3.")
+    assert lines[1].endswith("; 2 other parameters overflowed, too.")
+    lines = of_layers([[1.0], [INF] * 3]).report().splitlines()
+    assert lines[1].startswith("All parameters overflowed together, once, at step 2: the cause is")
+    assert "first_nonfinite" in lines[1] and len(lines) == 2
+    lines = of_layers([[1.0]], scale=None).report().splitlines()
+    assert lines == ["1 step, 0 skipped.", "No gradient overflowed: there is nothing to change."]
+    lines = of_layers([[2.0**-25, 2.0]]).report().splitlines()
+    assert len(lines) == 2 and lines[1].startswith(
+        "Without a scale, 100% of the gradients of `layer0` would underflow in float16: keep"
+    )
+
+
+def test_a_table_has_the_worst_first_and_says_how_many_are_left():
+    steps = [[INF], [1.0, INF], [1.0, 1.0, 4.0], [0.0, 0.0, 0.0, 2.0**-30]]
+    lines = str(of_layers(steps, n=12)).splitlines()
+    assert [line.split() for line in lines[2:6]] == [
+        ["layer1", "1", "2", "0.5", "0.0%"],
+        ["layer0", "1", "1", "0.5", "0.0%"],
+        ["layer2", "0", "-", "2", "0.0%"],
+        ["layer3", "0", "-", "0.5", "50.0%"],
+    ]
+    assert len(lines) == 13 and lines[-1] == "... and 2 more"
+    assert str(of_layers([])).splitlines()[0] == "0 steps, 0 skipped."
+
+
 @pytest.mark.parametrize("last", [3, 1000])
 def test_a_report_says_since_when_steps_overflow_in_a_row(last):
     now = reported([1.0] * 4 + [INF, 1.0] + [INF] * 12, last=last)
@@ -162,6 +208,19 @@ def test_a_rise_of_the_loss_is_compared_with_its_lowest():
         r"Up to step 61, the first with inf or NaN, the loss rose from 1\.\d+ to 10\.8", report
     )
     assert "the gradient norm rose from 0.5 to 50, and" in reported([-1.0, -100.0, INF], lr=1.0)
+
+
+def test_the_learning_rates_of_several_groups_are_named():
+    params = [Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, (1.0, 4.0), strict=True)]
+    watch = ampopt.Watch(ampopt.SGD(groups))
+    for loss in (3.97, 5.17, 5.07, NAN):
+        for p in params:
+            p.grad = torch.full((1,), INF if loss is NAN else -1.0)
+        watch.optimizer.unscale_and_step(grads_scaled_by=1.0, loss=loss)
+    report = watch.report()
+    assert "the learning rates, up to 4 now, are too high. Lower it" in report
+    assert "All parameters overflowed together, once, at step 4." in report
 
 
 def test_a_spike_that_overflows_is_both():
