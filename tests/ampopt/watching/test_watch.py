@@ -331,6 +331,9 @@ def test_the_norm_is_the_one_that_clips():
     give(params, [[1.0], None, None, [2.0]], 4.0)
     optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=0.1)
     assert watch.read()["recent"][0]["norm"] == optimizer.grad_norm.item()
+    give(params, [[NAN], None, None, [2.0]], 4.0)
+    optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=0.1)
+    assert math.isnan(watch.read()["recent"][1]["norm"])
 
 
 def test_the_loss_is_that_of_the_control_point():
