@@ -9,26 +9,28 @@ from ampopt._step.hyperparameters import check_numbers
 __all__ = ["checked"]
 
 
-def checked(arguments: dict[str, Any]) -> dict[str, Any]:
+def checked(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters among the arguments of a constructor, checked. Reads tensors, as torch.
 
     The default of an argument says what it is: a flag; a number of 0 or more; or a tuple of as many
     numbers below 1. An argument without a default is no hyperparameter.
 
     Args:
-        arguments: the ``locals()`` of the constructor, which calls ``super()``.
+        cls: the class that has the constructor.
+        arguments: the ``locals()`` of its constructor.
 
     Raises:
         TypeError: a number is not a number, or a flag not a bool; the message names it.
         ValueError: a number is out of range, a tuple has another length, or a tensor has several
             elements.
     """
-    signature = inspect.signature(arguments["__class__"].__init__)
-    # The options that all optimizers have are in the signature, and here in `options`.
-    own = [p for p in signature.parameters.values() if p.name in arguments]
-    hyperparameters = {p.name: arguments[p.name] for p in own if p.default is not p.empty}
-    for name, value in hyperparameters.items():
-        like = signature.parameters[name].default
+    hyperparameters: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        like = parameter.default
+        # The options that all optimizers have are in the signature, and here in `options`.
+        if like is parameter.empty or name not in arguments:
+            continue
+        value = hyperparameters[name] = arguments[name]
         if isinstance(like, bool):
             check_bool(name, value)
             continue

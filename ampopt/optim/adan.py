@@ -55,4 +55,4 @@ class Adan(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        super().__init__(params, checked(locals()), **options)
+        super().__init__(params, checked(Adan, locals()), **options)

@@ -56,4 +56,4 @@ class LAMB(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        super().__init__(params, checked(locals()), **options)
+        super().__init__(params, checked(LAMB, locals()), **options)

@@ -63,4 +63,4 @@ class LARS(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        super().__init__(params, checked(locals()), **options)
+        super().__init__(params, checked(LARS, locals()), **options)

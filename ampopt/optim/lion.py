@@ -51,4 +51,4 @@ class Lion(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        super().__init__(params, checked(locals()), **options)
+        super().__init__(params, checked(Lion, locals()), **options)

@@ -55,4 +55,4 @@ class NovoGrad(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        super().__init__(params, checked(locals()), **options)
+        super().__init__(params, checked(NovoGrad, locals()), **options)

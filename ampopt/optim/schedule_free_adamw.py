@@ -72,7 +72,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        defaults = checked(locals())
+        defaults = checked(ScheduleFreeAdamW, locals())
         if not betas[0] > 0.0:
             raise ValueError(
                 f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0; with 0, "

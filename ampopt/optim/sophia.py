@@ -63,7 +63,7 @@ class Sophia(ElementwiseOptimizer):
         **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
-        defaults = checked(locals())
+        defaults = checked(Sophia, locals())
         if not bs > 0:
             raise ValueError(f"Invalid bs value: {bs}; it must be above 0")
         super().__init__(params, defaults, **options)
