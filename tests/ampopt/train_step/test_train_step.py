@@ -226,6 +226,19 @@ def step_of(scale: Any = 1.0, **options: Any) -> TrainStep:
     return TrainStep(model, MSE, optimizer, scale, **options)
 
 
+def test_a_model_without_parameters_leaves_them_to_the_loss_function():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([weight], lr=0.5)
+    step = TrainStep(torch.nn.Identity(), lambda x: (x * weight).sum(), optimizer, 1.0)
+    step(torch.ones(2))
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_a_state_with_a_scale_does_not_fit_a_step_without_one():
+    with pytest.raises(ValueError, match="the saved step has a loss scale, this step has none"):
+        step_of(None).load_state_dict(step_of(1.0).state_dict())
+
+
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
