@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.devices import to_device
-
-__all__ = ["NOBODY", "GradientReport", "RankFlags", "Owner", "flags_on", "named_ranks"]
+__all__ = ["NOBODY", "GradientReport", "RankFlags", "Owner", "named_ranks"]
 
 
 class Owner(NamedTuple):
@@ -25,13 +23,6 @@ class Owner(NamedTuple):
 
 
 NOBODY = Owner("unknown parameter", 0)
-
-
-def flags_on(device: torch.device, flags: Tensor | Sequence[bool]) -> Tensor:
-    """``flags``, one for each chunk, as a tensor on ``device``: float32, 1-d."""
-    if isinstance(flags, Tensor):
-        return to_device(flags, device, torch.float32)
-    return torch.tensor(flags, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.gradient_reports import GradientReport, RankFlags, flags_on
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.next_scale import PolicyConstants
 from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step_decision import Check
@@ -135,8 +135,10 @@ class Partials:
     loss: Tensor | None = None
 
     def flags_on(self, device: torch.device) -> Tensor:
-        """:attr:`flags` as a tensor on ``device``."""
-        return flags_on(device, self.flags)
+        """:attr:`flags` as a tensor on ``device``: float32, 1-d."""
+        if isinstance(self.flags, Tensor):
+            return to_device(self.flags, device, torch.float32)
+        return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
 
 class Coefficients(NamedTuple):
