@@ -142,9 +142,9 @@ class Phase:
             self.forget()
             return
         raise RuntimeError(
-            f"{call}: an unscale is pending. Call step_after_unscale() to step with the unscaled "
-            "gradients (if an ampopt.GradScaler has unscaled them, scaler.step(optimizer)), or "
-            "zero_grad() to discard them"
+            f"{call}: an unscale is pending. Call step_after_unscale() first, to step with the "
+            "unscaled gradients (if an ampopt.GradScaler has unscaled them, "
+            "scaler.step(optimizer)), or zero_grad() to discard them"
         )
 
     def refuse_unfinished(self, call: str) -> None:
@@ -153,7 +153,7 @@ class Phase:
         if self._accumulation.cycle is not None:
             raise RuntimeError(
                 f"{call}: accumulate() was called, and no step has used the sums yet. Call "
-                "unscale_and_step() to step with them, or zero_grad() to discard them"
+                "unscale_and_step() first, or zero_grad() to discard them"
             )
 
     def refuse_stepped(self, scale: AnyScale | None) -> None:
