@@ -26,7 +26,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A training of parameters of all ``SIZES``, one of which is a matrix.
+    """A training of parameters of all ``SIZES``, a matrix, and two that share memory.
 
     Attributes:
         optimizer: the class.
@@ -53,6 +53,7 @@ class Case:
         values.append(torch.randn(131, 70, generator=generator))
         whole = torch.randn(257, generator=generator)[1:]  # whose address is odd
         params = [torch.nn.Parameter(v.to(self.dtype)) for v in (*values, whole)]
+        params.append(torch.nn.Parameter(params[-1].detach()[100:]))  # in the same memory
         optimizer = self.optimizer(params, **dict(self.options))
         scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
         others: list[Any] = []
