@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import closures, gradients, rank_settings, ranks, torch_scaler
+from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.handwritten_step import HandwrittenStep
 from ampopt._step.loading import loaded_uncast
+from ampopt._step.rank_settings import REPLICATED, replicated_of
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import check_max_norm
@@ -224,18 +225,16 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch does; checks ``replicated`` in it."""
         if isinstance(param_group, dict):  # torch refuses anything else
-            rank_settings.replicated_of(param_group)
+            replicated_of(param_group)
         super().add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. Raises between ``unscale`` or ``accumulate`` and their step."""
         self._ampopt.phase.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
-        if rank_settings.REPLICATED not in self.defaults:
+        if REPLICATED not in self.defaults:
             for group in state_dict.get("param_groups", ()):  # a wrapper's state may have none
-                group.pop(
-                    rank_settings.REPLICATED, None
-                )  # the loading optimizer sets it for itself
+                group.pop(REPLICATED, None)  # the loading optimizer sets it for itself
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -245,13 +244,13 @@ class Optimizer(torch.optim.Optimizer):
         casts it to the dtype of its parameter. So saving and loading changes no later step.
         """
         self._ampopt.phase.refuse_unfinished("load_state_dict")
-        entries = [group.get(rank_settings.REPLICATED) for group in self.param_groups]
+        entries = [group.get(REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
         self._ampopt.phase.forget_scales()
         for group, replicated in zip(self.param_groups, entries, strict=True):
             if replicated is not None:
-                group.setdefault(rank_settings.REPLICATED, replicated)
+                group.setdefault(REPLICATED, replicated)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. An error between ``unscale`` and the step."""

@@ -9,8 +9,7 @@ has gradients of the same parameters, with the same layouts, so the kept rows fi
 
 import operator
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -203,7 +202,7 @@ def works_of(
     grads: Sequence[Any],
     uploads: dict[torch.device, Uploads],
     rule: Rule | None = None,
-    turns: Iterable[int] = repeat(0),
+    turns: Sequence[int] = (),
 ) -> list[Work]:
     """Group rows and their gradients by device, the device of the first parameter first.
 
@@ -212,11 +211,11 @@ def works_of(
         grads: the gradient of each.
         uploads: constants that are on a device already, by device.
         rule: the rule of the works.
-        turns: for each row, in which turn it is updated. Rows of another turn are another work of
-            their device, which comes later.
+        turns: for each row, in which turn it is updated; empty if all are at once. The rows of a
+            later turn are another work of their device, which comes later.
     """
     works: dict[tuple[torch.device, int], Work] = {}
-    for row, grad, turn in zip(rows, grads, turns, strict=False):
+    for row, grad, turn in zip(rows, grads, turns or [0] * len(rows), strict=True):
         device = (grad if row.param is None else row.param).device
         work = works.get((device, turn))
         if work is None:

@@ -91,7 +91,8 @@ def check_state(name: str, state: Any, declared: DeclaredStates) -> WrittenTenso
 def check_memory(written: list[WrittenTensors], others: Sequence[WrittenTensors] = ()) -> None:
     """Raise for tensors without memory, and for states that share memory with another tensor.
 
-    Two parameters may share memory, as users tie them on purpose, if a step works on no copies.
+    Two parameters may share memory, as users tie them on purpose, unless one of them is not dense:
+    a step works on a copy of it, and would overwrite the update of the other.
 
     Args:
         written: the tensors that a step writes.

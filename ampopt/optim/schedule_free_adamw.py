@@ -102,8 +102,9 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     def _switch(self, train: bool) -> None:
         """Move the parameters of all groups that are in the other mode, and set their mode."""
         for index, members in groupby(named_params(self.param_groups), itemgetter(0)):
-            named = ((name, param) for _, param, name in members)
-            self._ampopt.runner.checks.check_states(self.rule, self.param_groups[index], named)
+            if (group := self.param_groups[index])["train_mode"] != train:
+                named = ((name, param) for _, param, name in members)
+                self._ampopt.runner.checks.check_states(self.rule, group, named)
         for group in self.param_groups:
             if group["train_mode"] == train:
                 continue
