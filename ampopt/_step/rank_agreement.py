@@ -20,7 +20,6 @@ from ampopt._step.rank_messages import (
     ControlPoint,
     RankRow,
     difference,
-    kind_of,
     local_results,
     row_of,
 )
@@ -183,7 +182,7 @@ class Agreement:
         """
         rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._groups)
-        self._comparison.compare(rows, kind_of(row), self._difference, at_once=at_once)
+        self._comparison.compare(rows, self._difference, at_once=at_once)
         return rows
 
     def _difference(self, rows: list[list[float]]) -> str | None:

@@ -24,7 +24,6 @@ __all__ = [
     "Comparison",
     "RankRow",
     "difference",
-    "kind_of",
     "local_results",
     "row_of",
 ]
@@ -149,21 +148,21 @@ def local_results(
 class Comparison:
     """Reads what ranks have all-reduced, and raises if they differ.
 
-    On a CPU at once. On an accelerator it synchronizes for the first request of each kind; later
-    tensors are copied to the host in the background, ``_EVERY`` at a time, and read when the copy
-    has arrived.
+    On a CPU at once. On an accelerator it synchronizes for the first tensor; later ones are copied
+    to the host in the background, ``_EVERY`` at a time, and read when the copy has arrived. A rank
+    that read any of these at once, for a request that is new to this rank alone, would raise, and
+    leave the others waiting for its next call.
     """
 
     def __init__(self) -> None:
         """Start without tensors to read."""
-        self._compared_kinds: set[tuple[float, ...]] = set()
+        self._is_first = True
         self._waiting: dict[torch.device, list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
     def compare(
         self,
         reduced: Tensor,
-        kind: tuple[float, ...],
         difference_of: Callable[[list[Any]], str | None],
         *,
         at_once: bool = False,
@@ -172,7 +171,6 @@ class Comparison:
 
         Args:
             reduced: the all-reduced tensor, of one shape in all calls.
-            kind: the kind of the request of this rank.
             difference_of: ``difference_of(reduced.tolist())`` says in which way ranks differ, or
                 returns ``None``.
             at_once: whether to read it now, though that may synchronize.
@@ -181,13 +179,10 @@ class Comparison:
             RuntimeError: ranks differ, in this call or in an earlier one.
         """
         device = reduced.device
-        if at_once or backend_for(device).host_sees:
-            _refuse(difference_of(reduced.tolist()), "nothing has been stepped")
-            return
         if captures(device):
             return
-        if kind not in self._compared_kinds:
-            self._compared_kinds.add(kind)
+        if at_once or self._is_first or backend_for(device).host_sees:
+            self._is_first = False
             _refuse(difference_of(reduced.tolist()), "nothing has been stepped")
             return
         waiting = self._waiting[device]
@@ -209,12 +204,6 @@ def _refuse(text: str | None, consequence: str) -> None:
     """Raise ``RuntimeError`` with a text from ``difference_of``, if there is one."""
     if text is not None:
         raise RuntimeError(f"{text}; {consequence}")
-
-
-def kind_of(row: RankRow) -> tuple[float, ...]:
-    """The columns of ``row`` that usually stay the same, and whether there is a ``max_norm``."""
-    clips = float(row[Column.MAX_NORM] != NOT_GIVEN)
-    return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])
 
 
 def difference(

@@ -62,7 +62,7 @@ class SameGradients:
                 one. Raised on every rank.
         """
         # A copy: they may wait to be read, and be a part of a large message.
-        self._comparison.compare(counts.clone(), (), self._difference)
+        self._comparison.compare(counts.clone(), self._difference)
 
     def _difference(self, counts: list[float]) -> str | None:
         """The difference between the gradients of ranks, as a message; ``None`` without one."""

@@ -193,7 +193,8 @@ def differing_later(what: str) -> tuple[int, str, int]:
         scale, clips = torch.tensor([4.0]), 1.0
         for step in range(40):
             if step == 5 and torch.distributed.get_rank():
-                scale, clips = (scale * 2, clips) if what == "scale" else (scale, 2.0)
+                scale = scale * 2 if what == "scale" else scale
+                clips = {"scale": 1.0, "max_norm": 2.0, "no max_norm": None}[what]
             if step == 6:  # and as before again: the one step is not overlooked
                 scale, clips = torch.tensor([4.0]), 1.0
             param.grad = torch.ones(2)
@@ -206,11 +207,11 @@ def differing_later(what: str) -> tuple[int, str, int]:
     return -1, "", len(looks)
 
 
-@pytest.mark.parametrize("what", ["scale", "max_norm"])
+@pytest.mark.parametrize("what", ["scale", "max_norm", "no max_norm"])
 def test_on_a_device_ranks_raise_within_20_steps_without_waiting(two_ranks, what):
     for steps, text, looks in two_ranks.run(differing_later, what, timeout=10):
         assert 0 < steps <= 20
-        assert f"{'the scale of the gradients' if what == 'scale' else what} differs" in text
+        assert f"{'the scale of the gradients' if what == 'scale' else 'max_norm'} differs" in text
         assert "found some steps later" in text
         assert looks == 0
 
