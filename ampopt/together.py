@@ -101,9 +101,9 @@ def unscale_and_step(
     try:
         for optimizer in optimizers:
             ours = optimizer._ampopt
+            ours.note_norm(request, decision)  # before the step, whose hooks may read it
             ours.attempt(step)
             ours.phase.mark_stepped(scale, next_scale)
-            ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
             optimizer._ampopt.accumulation.restore_gradients()

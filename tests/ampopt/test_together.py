@@ -147,9 +147,12 @@ def test_several_optimizers_equal_one_of_all_their_parameters(
 def test_a_common_norm_clips_them_all(classes, bad):
     optimizers, params = made(classes)
     give(params, [(3.0, 0.0), None, (0.0, 4.0), (0.0, INF if bad else 0.0)], 4.0)
-    before = all_of(optimizers)
+    before, in_hooks = all_of(optimizers), []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda each, *_: in_hooks.append(each.grad_norm))
     result = ampopt.unscale_and_step(optimizers, grads_scaled_by=4.0, max_norm=1.0)
     assert result.skipped is bad
+    assert [bits(norm) for norm in in_hooks] == [bits(o.grad_norm) for o in optimizers]
     assert as_before(before, all_of(optimizers)) is bad
     if not bad:
         assert [o.grad_norm.item() for o in optimizers] == [5.0, 5.0]
