@@ -103,7 +103,8 @@ class skip_when:
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
         check_count("warmup", warmup, least=2)
-        self._begin(optimizer, limits, deviations, warmup, warmup=float(warmup))
+        of_deviations = {"warmup": float(warmup)}
+        self._begin(optimizer, limits, deviations, f"warmup={warmup}", **of_deviations)
 
     @classmethod
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
@@ -141,7 +142,7 @@ class skip_when:
             optimizer,
             dict.fromkeys(quantities),
             deviations,
-            name,
+            f"like {name!r}",
             warmup=system.first - 1.0,
             both_sides=float(system.both_sides),
             window=system.window,
@@ -179,8 +180,6 @@ class skip_when:
 
     # --- what a step reads ------------------------------------------------------------------------
 
-    limits: tuple[float | None, float | None, float | None, float | None]
-    """The arguments ``norm``, ``norm_deviations``, ``loss`` and ``loss_deviations``."""
     settings: str
     """All arguments as text. Ranks compare it, to detect that they were passed different ones."""
 
@@ -213,7 +212,7 @@ class skip_when:
         optimizer: Optimizer,
         limits: Mapping[str, float | None],
         deviations: Mapping[str, float | None],
-        arguments: Any,
+        arguments: str,
         **of_deviations: Any,
     ) -> None:
         """Check the arguments, and make this the check of ``optimizer``.
@@ -222,7 +221,7 @@ class skip_when:
             optimizer: the optimizer to skip steps of.
             limits: by ``"norm"`` and ``"loss"``, the largest value; ``None`` for no limit.
             deviations: by the same names, the largest deviation; ``None`` for no limit.
-            arguments: the other arguments, for comparison between ranks.
+            arguments: the other arguments as text, for comparison between ranks.
             of_deviations: attributes of each :class:`Check` that tests deviations.
         """
         check_optimizer(optimizer)
@@ -234,8 +233,9 @@ class skip_when:
         for what in ("norm", "loss"):
             _check_limit(what, limits[what])
             _check_limit(f"{what}_deviations", deviations[what])
-        self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
-        self.settings = repr((self.limits, arguments))
+        given = {**limits, **{f"{what}_deviations": n for what, n in deviations.items()}}
+        shown = (f"{name}={value!r}" for name, value in given.items() if value is not None)
+        self.settings = f"skip_when({', '.join((*shown, arguments))})"
         self._checks: dict[str, Check] = {}
         for what in ("norm", "loss"):
             check = Check(1.0 + CAUSES.index(what), float(what == "norm"), limits[what] or -1.0)

@@ -51,7 +51,7 @@ class ControlPoint(enum.IntEnum):
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
     """Indices into a row. From ``OPTIONS`` on, the rows of all ranks have to be equal.
 
-    The numbers of all ranks in the ``HELD`` columns have to add up to 0.
+    The numbers of all ranks in ``HELD`` have to add up to 0.
     """
 
     OVERFLOW = 0  # more than 0 if a gradient of this rank is not finite; for CLOSURE, its loss
@@ -61,34 +61,26 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     GIVES_LOSS = 4  # 1 if LOSS was passed
     MUST_SKIP = 5  # 1 if the accumulation cycle of this rank must be skipped
     RAISED = 6  # 1 if the closure of this rank raised
-    LEFT_OUT = 7  # of RankSettings; equal where it is not UNKNOWN
-    HELD_OPTIONS = 8  # this and the next two are sums over RankSettings.held, by its weights
-    HELD_TENSORS = 9
-    HELD_COPIES = 10
-    OPTIONS = 11  # this and the next two are of RankSettings.shared
-    TENSORS = 12
-    COPIES = 13
-    CALL = 14
-    PARAMS = 15  # a digest of shapes, dtypes and placements
-    CLASSES = 16  # a digest of RankSettings
-    EVALUATION = 17  # number of the closure's evaluation, from 1; 0 before the first
-    MAX_REPLAYS = 18  # of a closure
-    DROPS = 19  # 1 if an overflow skips the step
-    MAX_NORM = 20
-    NORM = 21  # the smallest norm= of all skip_when; the next three are smallest values, too
-    NORM_DEVIATIONS = 22
-    LOSS_LIMIT = 23
-    LOSS_DEVIATIONS = 24
-    CAUSES = 25  # a digest of the arguments of all skip_when
-    SCALE = 26
-    COUNT = 27
+    NEEDS_LOSS = 7  # 1 if a cause needs the loss
+    LEFT_OUT = 8  # of RankSettings; equal where it is not UNKNOWN
+    HELD = 9  # a sum over RankSettings.held, by its weights
+    OPTIONS = 10  # this and the next one are of RankSettings.shared
+    COPIES = 11
+    CALL = 12
+    PARAMS = 13  # this and the next two are digests of RankSettings
+    CLASSES = 14
+    CAUSES = 15
+    EVALUATION = 16  # number of the closure's evaluation, from 1; 0 before the first
+    MAX_REPLAYS = 17  # of a closure
+    DROPS = 18  # 1 if an overflow skips the step
+    MAX_NORM = 19
+    SCALE = 20
+    COUNT = 21
 
 
 NOT_GIVEN = -1.0
 """Stands for ``None`` in columns of numbers that are 0 or more."""
 _NOT_ASKED = float("nan")
-_LIMITS = (Column.NORM, Column.NORM_DEVIATIONS, Column.LOSS_LIMIT, Column.LOSS_DEVIATIONS)
-"""The columns of ``skip_when.limits``, in their order."""
 
 
 def row_of(request: Request, call: ControlPoint, settings: RankSettings) -> RankRow:
@@ -96,15 +88,13 @@ def row_of(request: Request, call: ControlPoint, settings: RankSettings) -> Rank
     row = [0.0] * Column.COUNT
     row[Column.SQUARES] = _NOT_ASKED
     row[Column.GIVES_LOSS] = float(request.loss is not None)
+    row[Column.NEEDS_LOSS] = float(any(cause.needs_loss for cause in request.causes))
     row[Column.CALL] = float(call)
     row[Column.PARAMS] = float(settings.params)
     row[Column.CLASSES] = float(settings.classes)
+    row[Column.CAUSES] = float(digest(settings.causes()))
     row[Column.DROPS] = float(request.drop)
     row[Column.MAX_NORM] = NOT_GIVEN if request.max_norm is None else float(request.max_norm)
-    for place, column in enumerate(_LIMITS):
-        limits = (cause.limits[place] for cause in request.causes)
-        row[column] = min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
-    row[Column.CAUSES] = digest(sorted(cause.settings for cause in request.causes))
     row[Column.SCALE] = NOT_GIVEN
     return row
 
@@ -129,11 +119,10 @@ def local_results(
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
     results: dict[int, float | Tensor] = {Column.OVERFLOW: overflow}
-    for column, number in enumerate(settings.shared.numbers(device), Column.OPTIONS):
-        results[column] = number
+    results[Column.OPTIONS], results[Column.COPIES] = settings.shared.numbers(device)
     for weight, options in settings.held:
-        for column, number in enumerate(options.numbers(device), Column.HELD_OPTIONS):
-            results[column] = results.get(column, 0) + weight * number
+        number = sum(options.numbers(device))
+        results[Column.HELD] = results.get(Column.HELD, 0) + weight * number
     if partials.squares is not None:
         results[Column.SQUARES] = partials.squares.sum()
     if must_skip is not None:
@@ -227,19 +216,13 @@ def difference(
         if len(ranks_by_number) > 1:
             named = {named_ranks(ranks): float(n) for n, ranks in ranks_by_number.items()}
             if to_text is None:
-                return text.format(" against ".join(named), here=settings.options_as_text())
+                return text.format(" against ".join(named), **settings.as_texts())
             return text.format("; ".join(f"{who}: {to_text(n)}" for who, n in named.items()))
-    for column, text in _BALANCED.items() if len(calling) == len(rows) else ():
-        numbers = [row[column] for row in rows]
-        if abs(sum(numbers)) > 1e-12 * max(map(abs, numbers)):  # not 0, except for rounding
-            holders = [rank for rank, row in calling.items() if any(row[c] for c in _BALANCED)]
-            return text.format(named_ranks(holders), here=settings.options_as_text())
-    limits_loss = any(
-        row[column] != NOT_GIVEN
-        for row in calling.values()
-        for column in (Column.LOSS_LIMIT, Column.LOSS_DEVIATIONS)
-    )
-    if limits_loss and not any(row[Column.GIVES_LOSS] for row in calling.values()):
+    if len(calling) == len(rows) and sum(row[Column.HELD] for row in rows):
+        holders = [rank for rank, row in calling.items() if row[Column.HELD]]
+        return _HELD.format(named_ranks(holders), **settings.as_texts())
+    needs, gives = (any(row[c] for row in calling.values()) for c in _OF_LOSS)
+    if needs and not gives:
         return (
             "skip_when(loss=...) needs the loss of the step, and no rank has given one: call "
             "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use ampopt.TrainStep"
@@ -262,10 +245,6 @@ _CALLS = {
     ControlPoint.CLOSURE: "a step with a closure",
     ControlPoint.FLAG: "a scaler's step after unscale_",
 }
-_SKIP_WHEN = (
-    "skip_when({0}=...) differs between ranks ({{}}): call skip_when with the same arguments on "
-    "all ranks of the process group, before the same step"
-)
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LEFT_OUT: (
         "some ranks have left out a call: they called zero_grad() after a backward pass, without a "
@@ -293,13 +272,8 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     ),
     Column.OPTIONS: (
         "options of the optimizer differ between ranks ({}), for parameters that all of them have; "
-        "this rank has {here}: set the same ones on all ranks, and step schedulers "
+        "this rank has {options}: set the same ones on all ranks, and step schedulers "
         "on all of them, with the same metric",
-        None,
-    ),
-    Column.TENSORS: (
-        "a learning rate, or another option that is a tensor, differs between ranks ({}), for "
-        "parameters that all of them have: give it the same value on all ranks",
         None,
     ),
     Column.COPIES: (
@@ -328,13 +302,9 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "group, or on none",
         _number,
     ),
-    Column.NORM: (_SKIP_WHEN.format("norm"), _number),
-    Column.NORM_DEVIATIONS: (_SKIP_WHEN.format("norm_deviations"), _number),
-    Column.LOSS_LIMIT: (_SKIP_WHEN.format("loss"), _number),
-    Column.LOSS_DEVIATIONS: (_SKIP_WHEN.format("loss_deviations"), _number),
     Column.CAUSES: (
-        "warmup, the number of calls, or the name passed to skip_when.like differs between ranks "
-        "({}): call skip_when with the same arguments on all ranks",
+        "skip_when differs between ranks ({}); this rank has {causes}: call skip_when with the "
+        "same arguments on all ranks of the process group, before the same step",
         None,
     ),
     Column.SCALE: (
@@ -344,19 +314,11 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         _number,
     ),
 }
-_HELD = "the ranks in replicated=[...] of a param group have copies of its parameters, but"
-_BALANCED = {
-    Column.HELD_OPTIONS: (
-        f"{_HELD} that list, shapes or dtypes, or the options differ between some of {{}}; this "
-        "rank has {here}: set the same ones on all ranks of a list, and step schedulers "
-        "on all of them, with the same metric"
-    ),
-    Column.HELD_TENSORS: (
-        f"{_HELD} a learning rate, or another option that is a tensor, differs between some of "
-        "{}: give it the same value on all ranks of a list"
-    ),
-    Column.HELD_COPIES: (
-        f"{_HELD} only some of {{}} have the gradient of one: give the gradient on all ranks of a "
-        "list, zeros if need be, or on none"
-    ),
-}
+_HELD = (
+    "the ranks in replicated=[...] of a param group have copies of its parameters, but that list, "
+    "shapes or dtypes, the options, or which parameters have gradients differ between some of {}; "
+    "this rank has {options}: set the same ones on all ranks of a list, step schedulers on all of "
+    "them, with the same metric, and give the gradient of a copy on all of them, zeros if need be, "
+    "or on none"
+)
+_OF_LOSS = Column.NEEDS_LOSS, Column.GIVES_LOSS

@@ -6,7 +6,7 @@ options in words only after the numbers have differed.
 
 import operator
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.torch_private import is_flattened_by_fsdp1, pytree
 from ampopt.options import DEFAULTS
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.tensors import widest
 
 __all__ = [
     "REPLICATED",
@@ -60,9 +59,15 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+_DIGESTS = 2**24 - 3
+"""Digests are less than this prime, so that they are exact in float32 and depend on all bits."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
 def digest(value: object) -> int:
-    """A checksum of ``repr(value)``, small enough to be exact in float32."""
-    return zlib.crc32(repr(value).encode()) % 2**24
+    """A checksum of ``repr(value)``."""
+    return zlib.crc32(repr(value).encode()) % _DIGESTS
 
 
 UNKNOWN = -1
@@ -126,17 +131,23 @@ class SharedOptions:
         self._tensors: list[Tensor] = []
         self._digest = 0
 
-    def numbers(self, device: torch.device) -> tuple[int, float | Tensor, int]:
-        """What other ranks have to have alike: options, tensors among them, gradients of copies.
+    def numbers(self, device: torch.device) -> tuple[int | Tensor, int]:
+        """Digests of the options, and of which copies have gradients; 0 without any.
 
         Does not synchronize.
 
         Args:
-            device: where the second number is, if it is a tensor.
+            device: where the first number is, if it is a tensor.
         """
-        return self._of_options(), self._of_tensors(device), self._of_gradients()
+        total: Any = self._without_tensors()
+        for number, tensor in enumerate(self._tensors, 1):
+            bits = tensor.detach().view(_INTEGERS[tensor.element_size()]).sum() % _DIGESTS
+            bits = bits.item() if bits.device.type == "cpu" else to_device(bits, device)
+            total = (total + number * bits) % _DIGESTS
+        have_gradients = bytes(param.grad is not None for param in self._copies)
+        return total, zlib.crc32(have_gradients) % _DIGESTS
 
-    def _of_options(self) -> int:
+    def _without_tensors(self) -> int:
         """A digest of the options, without the values of tensors."""
         values = self._values_now()
         for value in tuple(values):
@@ -149,39 +160,26 @@ class SharedOptions:
             self._values = values
         return self._digest
 
-    def _of_tensors(self, device: torch.device) -> float | Tensor:
-        """A number on ``device`` for the values of options that are tensors, as learning rates are.
-
-        Call :meth:`_of_options` first.
-        """
-        total: Any = 0.0
-        for number, tensor in enumerate(self._tensors, 1):
-            value = tensor.detach().sum()
-            value = value.item() if value.device.type == "cpu" else to_device(value, device)
-            total = total + number * value
-        return total.to(widest(device)) if isinstance(total, Tensor) else total
-
-    def _of_gradients(self) -> int:
-        """A digest of which copies have gradients; 0 without copies."""
-        if not self._copies:
-            return 0
-        return zlib.crc32(bytes(param.grad is not None for param in self._copies)) % 2**24
-
-    def as_text(self) -> str:
-        """The options of this rank, for a message."""
-        return ", ".join(dict.fromkeys(self._texts()))
+    def as_texts(self) -> list[str]:
+        """The options of this rank, for a message. Does not synchronize."""
+        return self._texts(lambda leaf: f"tensor({leaf.tolist()})" if leaf.is_cpu else "tensor")
 
     def _values_now(self) -> list[Any]:
         """The value of each option."""
         return [group.get(key, DEFAULTS.get(key)) for group, key in self._places]
 
-    def _texts(self) -> list[str]:
-        """Each option as text. Of objects other than numbers only the type: it may be no more."""
-        texts = []
-        for (_, key), value in zip(self._places, self._values_now(), strict=True):
-            shown = pytree.tree_map(_comparable, value)
-            texts.append(f"{key}={shown!r}")
-        return texts
+    def _texts(self, of_tensor: Callable[[Tensor], str] = lambda _: "tensor") -> list[str]:
+        """Each option as text."""
+
+        def shown(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return of_tensor(leaf)
+            # Of other objects than numbers the type: their repr may differ between processes.
+            return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+
+        keys = (key for _, key in self._places)
+        values = (pytree.tree_map(shown, value) for value in self._values_now())
+        return [f"{key}={value!r}" for key, value in zip(keys, values, strict=True)]
 
 
 class RankSettings:
@@ -208,8 +206,9 @@ class RankSettings:
             names_ranks: see :class:`ampopt._step.rank_agreement.Agreement`.
         """
         # Not the optimizers, which hold this object.
-        ours = (getattr(optimizer, "_ampopt", None) for optimizer in optimizers)
+        ours = [getattr(optimizer, "_ampopt", None) for optimizer in optimizers]
         self._left_out: list[LeftOut] = [strategy.left_out for strategy in ours if strategy]
+        self._observers: list[Any] = [strategy.observers for strategy in ours if strategy]
         self.classes = digest([_names(optimizer) for optimizer in optimizers])
         self.held: list[tuple[int, SharedOptions]] = []
         shared, layouts, copies, here = [], [], [], torch.distributed.get_rank()
@@ -238,18 +237,18 @@ class RankSettings:
             each.note_all_reduce()
         return count
 
-    def options_as_text(self) -> str:
-        """The options of this rank, for a message."""
+    def causes(self) -> list[str]:
+        """The arguments of every ``skip_when``."""
+        return sorted(cause.settings for each in self._observers for cause in each.causes)
+
+    def as_texts(self) -> dict[str, str]:
+        """The options and the causes of this rank, for a message. Does not synchronize."""
         every = (self.shared, *(options for _, options in self.held))
-        return ", ".join(filter(None, (options.as_text() for options in every)))
+        options = dict.fromkeys(text for each in every for text in each.as_texts())
+        return {"options": ", ".join(options), "causes": ", ".join(self.causes()) or "none"}
 
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
-
-
-def _comparable(value: Any) -> Any:
-    """``value`` if its ``repr`` is the same in every process; else the name of its type."""
-    return value if isinstance(value, _PLAIN) else type(value).__name__
 
 
 def _layout(param: Any) -> tuple[Any, ...]:

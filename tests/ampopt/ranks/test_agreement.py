@@ -33,9 +33,9 @@ DIFFERENT: dict[str, list[str]] = {
     "no scale": ["the scale of the gradients differs", "rank 0: 4.0; rank 1: None"],
     "max_norm": ["max_norm differs", "rank 0: 1.0; rank 1: 2.0"],
     "no max_norm": ["max_norm differs", "rank 0: 1.0; rank 1: None"],
-    "norm": ["skip_when(norm=...) differs", "rank 0: 5.0; rank 1: None"],
-    "loss": ["skip_when(loss=...) differs", "rank 0: 5.0; rank 1: 7.0"],
-    "warmup": ["warmup, the number of calls, or the name passed to skip_when.like differs"],
+    "norm": ["skip_when differs between ranks (rank 0 against rank 1); this rank has "],
+    "loss": ["skip_when differs between ranks (rank 0 against rank 1); this rank has "],
+    "warmup": ["skip_when differs between ranks (rank 0 against rank 1); this rank has "],
     "drop": ["drop_overflow_update of the scale differs", "rank 0: True; rank 1: False"],
     "micro_batch": ['make different calls (rank 0: unscale, ', 'rank 1: accumulate(drop="micro'],
     "window": ["make different calls (rank 0: unscale, ", 'rank 1: accumulate(drop="window")'],
@@ -76,19 +76,28 @@ def differing(what: str) -> str:
     return ""
 
 
+OWN = {
+    "norm": ["has skip_when(norm=5.0, warmup=100): call", "has none: call"],
+    "loss": ["has skip_when(loss=5.0, warmup=100): call", "has skip_when(loss=7.0, warmup=100): "],
+    "warmup": ["has skip_when(norm_deviations=5.0, warmup=10): ", "warmup=11): call"],
+}
+
+
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_each_rank_raises_and_names_what_differs(two_ranks, what):
-    for text in two_ranks.run(differing, what, timeout=10):
-        assert all(part in text for part in DIFFERENT[what]), text
+    texts = two_ranks.run(differing, what, timeout=10)
+    for text, own in zip(texts, OWN.get(what, ["", ""]), strict=True):
+        assert all(part in text for part in [*DIFFERENT[what], own]), text
         assert text.endswith("nothing has been stepped")
 
 
+IN_A_LIST = "have copies of its parameters, but that list, shapes or dtypes, the options, or"
 SETTINGS: dict[str, list[str]] = {
     "lr": ["options of the optimizer differ", "this rank has lr=0.5, betas=", "same metric"],
     "lr of a shard": ["options of the optimizer differ", "(rank 0 against rank 1)"],
     "lr of a stage's shard": [],  # with a process group, it may be of a part of this rank alone
     "loaded": ["options of the optimizer differ", "this rank has lr=0.5, betas="],
-    "lr on the host": ["a learning rate, or another option that is a tensor, differs"],
+    "lr on the host": ["options of the optimizer differ", "this rank has lr='tensor(0.5)', betas="],
     "decay": ["options of the optimizer differ", "weight_decay=0.01"],
     "bits": ["options of the optimizer differ", "state_bits=32"],
     "class": ["different classes or rules (rank 0 against rank 1)"],
@@ -99,13 +108,13 @@ SETTINGS: dict[str, list[str]] = {
     "plain lr beside a shard": ["options of the optimizer differ", "this rank has lr=0.5, betas="],
     "gradient of a shard": [],  # a mesh's dimension of one rank makes no copies
     "call": ["some ranks have left out a call", "(rank 0: 0 times; rank 1: 1 times)"],
-    "lr in a list": ["that list, shapes or dtypes, or the options differ", "has lr=0.5, betas="],
-    "lr on the host in a list": ["a learning rate, or another option that is a tensor, differs"],
-    "gradient in a list": ["but only some of ranks 0-1 have the gradient of one"],
-    "the list in a list": ["that list, shapes or dtypes, or the options differ"],
+    "lr in a list": [IN_A_LIST, "has lr=0.5, betas="],
+    "lr on the host in a list": [IN_A_LIST, "has lr='tensor(0.5)', betas="],
+    "gradient in a list": [IN_A_LIST, "or which parameters have gradients differ", "zeros if"],
+    "the list in a list": [IN_A_LIST],
     "nothing in a list": [],
     "betas in place": ["options of the optimizer differ", "betas=[0.5, 0.999]"],
-    "replicated in place": ["that list, shapes or dtypes, or the options differ"],
+    "replicated in place": [IN_A_LIST],
     "max_replays": ["max_replays differs between ranks (rank 0: 3; rank 1: 5)"],
     "may differ": [],
 }
