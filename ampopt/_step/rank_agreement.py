@@ -25,7 +25,7 @@ from ampopt._step.rank_messages import (
 )
 from ampopt._step.rank_settings import RankSettings, replicated_of
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt._step.sharding.meshes import groups_of, ranks_of
+from ampopt._step.sharding.meshes import group_of, ranks_of
 from ampopt._step.torch_private import count_of_groups
 from ampopt.backend import backend_for
 from ampopt_kernels.gradient_reports import RankFlags
@@ -56,34 +56,31 @@ class Agreement:
         self,
         param_groups: Sequence[dict[str, Any]],
         holders: Mapping[int, Sequence[int]],
-        groups: Sequence[Any],
+        process_group: Any,
         mesh: Any,
         settings: RankSettings,
         *,
         names_ranks: bool,
     ) -> None:
-        """Find the place of this rank; makes no collective, but see :func:`groups_of`.
+        """Find the place of this rank; makes no collective.
 
         Args:
             param_groups: the param groups of one optimizer, or of several.
             holders: by the ``id`` of a parameter, the ranks that hold the same elements of it. Only
                 of parameters that FSDP1 has flattened, and of param groups that name these ranks.
-            groups: process groups to all-reduce over, one after another, so that every rank is
-                reached. There are several only for a mesh that has no group of all its ranks.
+            process_group: the group to all-reduce over.
             mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
             settings: what all ranks have to set alike.
-            names_ranks: whether ``groups`` is what the user passed as ``process_group``, or the
-                default group for FSDP1. Plain tensors are then shards of the model, unless
+            names_ranks: whether the user passed ``process_group``, or it is the default group for
+                FSDP1, and not that of a mesh. Plain tensors are then shards of the model, unless
                 ``replicated``; otherwise they are copies.
         """
-        self._groups_of_model, self.settings = groups, settings
-        self._groups_apart = _GROUPS_APART.setdefault(groups[0], {})
+        self._group_of_model, self.settings = process_group, settings
         self._names_ranks, self._mesh = names_ranks, mesh
         self._comparison = Comparison()
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._here = torch.distributed.get_rank()
-        of_group = torch.distributed.get_process_group_ranks
-        self.ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
+        self.ranks = torch.distributed.get_process_group_ranks(process_group)
         self.place = self.ranks.index(self._here)
         self._uploads: dict[torch.device, Uploads] = {}
         self.is_sharded_throughout = not names_ranks and all(
@@ -109,10 +106,9 @@ class Agreement:
                     self.in_norm[id(param)] = self._here == first
 
     @property
-    def _groups(self) -> Sequence[Any]:
-        """The process groups to all-reduce over, one after another."""
-        apart = self._groups_apart.get(tuple(self.ranks))
-        return self._groups_of_model if apart is None else [apart]
+    def _group(self) -> Any:
+        """The process group to all-reduce over."""
+        return _GROUPS_APART.get(self._group_of_model, self._group_of_model)
 
     def prepare_for_closures(self, device: torch.device, max_replays: int) -> None:
         """Make all-reduces over a process group of their own from now on. The first call makes it.
@@ -124,14 +120,13 @@ class Agreement:
             device: the device on which the step is decided.
             max_replays: the number of times that an evaluation may be repeated.
         """
-        ranks = tuple(self.ranks)
-        if ranks in self._groups_apart:
+        if self._group_of_model in _GROUPS_APART:
             return
         self.closures(device, max_replays, 0, finite=True, raised=False)  # do all ranks come here?
         self._even_counts_of_groups(device)
-        backend = torch.distributed.get_backend(self._groups_of_model[0])
-        self._groups_apart[ranks] = torch.distributed.new_group(
-            ranks, backend=backend, use_local_synchronization=True
+        backend = torch.distributed.get_backend(self._group_of_model)
+        _GROUPS_APART[self._group_of_model] = torch.distributed.new_group(
+            self.ranks, backend=backend, use_local_synchronization=True
         )
 
     def _even_counts_of_groups(self, device: torch.device) -> None:
@@ -141,7 +136,7 @@ class Agreement:
         would wait for each other without end. Synchronizes.
         """
         most = torch.tensor(count_of_groups(), device=device)
-        self._all_reduce(most, self._groups, torch.distributed.ReduceOp.MAX)
+        self._all_reduce(most, self._group, torch.distributed.ReduceOp.MAX)
         for _ in range(int(most) - count_of_groups()):
             torch.distributed.new_group([self._here], use_local_synchronization=True)
 
@@ -181,7 +176,7 @@ class Agreement:
                 raised in a later step), or have different parameters; or the all-reduce failed.
         """
         rows = self._matrix(row, results, device)
-        self._all_reduce(rows, self._groups)
+        self._all_reduce(rows, self._group)
         self._comparison.compare(rows, self._difference, at_once=at_once)
         return rows
 
@@ -286,9 +281,9 @@ class Agreement:
         n = each.numel()
         if self._names_ranks and n:
             self.add_up_parameters(each)
-            self._all_reduce(totals := totals.clone(), self._groups)
+            self._all_reduce(totals := totals.clone(), self._group)
             return each, totals
-        self._all_reduce(sums := torch.cat([each.reshape(-1), totals]), self._groups)
+        self._all_reduce(sums := torch.cat([each.reshape(-1), totals]), self._group)
         return sums[:n].view_as(each), sums[n:]
 
     def add_up_parameters(self, each: Tensor) -> None:
@@ -299,10 +294,12 @@ class Agreement:
         """
         if self._mesh is None:
             raise RuntimeError(
-                "a rule that sums over parameters needs all of them on one mesh, but they are on "
-                "several meshes, and none covers the others: make an optimizer for each mesh"
+                "a rule that sums over parameters needs all of them on one mesh with names for its "
+                "dimensions, or on its submeshes: make one, or make an optimizer for each mesh"
             )
-        self._all_reduce(each, groups_of(self._mesh) if self._names_ranks else self._groups)
+        group = group_of(self._mesh) if self._names_ranks else self._group
+        if group is not None:
+            self._all_reduce(each, group)
 
     # --- collectives ------------------------------------------------------------------------------
 
@@ -312,49 +309,43 @@ class Agreement:
         Args:
             mine: an object that can be pickled.
         """
-        objects = [mine]
-        for group in self._groups:
-            of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(of_ranks, objects, group)
-            objects = [one for of_rank in of_ranks for one in of_rank]
+        objects: list[Any] = [None] * len(self.ranks)
+        torch.distributed.all_gather_object(objects, mine, self._group)
         return objects
 
-    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any], op: Any = None) -> None:
-        """Reduce ``tensor``, in place, over the ranks of ``groups``: by a sum, or by ``op``.
+    def _all_reduce(self, tensor: Tensor, group: Any, op: Any = None) -> None:
+        """Reduce ``tensor``, in place, over the ranks of ``group``: by a sum, or by ``op``.
 
         Raises:
             RuntimeError: the all-reduce failed, for example by the timeout of the process group.
         """
-        for group in groups:
-            size = torch.distributed.get_world_size(group)
-            if size == 1:
-                continue
-            try:
-                torch.distributed.all_reduce(tensor, op or torch.distributed.ReduceOp.SUM, group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"an all-reduce over {size} ranks has failed: {error}. If it timed out, some "
-                    "rank did not make the same call: every rank has to make every call of "
-                    "unscale, unscale_and_step, accumulate and a scaler's step, with gradients or "
-                    "without. grads_scaled_by=None without max_norm makes no all-reduce, so all "
-                    "ranks have to pass a scale, or none"
-                ) from error
+        if (size := torch.distributed.get_world_size(group)) == 1:
+            return
+        try:
+            torch.distributed.all_reduce(tensor, op or torch.distributed.ReduceOp.SUM, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"an all-reduce over {size} ranks has failed: {error}. If it timed out, some rank "
+                "did not make the same call: every rank has to make every call of unscale, "
+                "unscale_and_step, accumulate and a scaler's step, with gradients or without. "
+                "grads_scaled_by=None without max_norm makes no all-reduce, so all ranks have to "
+                "pass a scale, or none"
+            ) from error
 
     def _post(self, rows: Tensor) -> None:
         """Add up ``rows`` over the ranks in the background."""
         options = torch.distributed.AllreduceOptions()
         if rows.device.type == "cpu":  # a process ends only after what gloo does in the background
             options.timeout = _PATIENCE
-        (group,) = self._groups
-        posted = _POSTED.setdefault(group, deque(maxlen=4))
-        posted.append(group.allreduce([rows], options))
+        posted = _POSTED.setdefault(self._group, deque(maxlen=4))
+        posted.append(self._group.allreduce([rows], options))
 
 
 _PATIENCE = timedelta(seconds=10)
 """How long the outcome of a closure that has raised waits for other ranks to read it."""
 
-_GROUPS_APART: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""The process groups of :meth:`Agreement.prepare_for_closures`, by process group and ranks."""
+_GROUPS_APART: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The process groups of :meth:`Agreement.prepare_for_closures`, by the group of the model."""
 
 _POSTED: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 """By process group: its last all-reduces that run in the background, kept until they end."""

@@ -14,7 +14,7 @@ from ampopt._step.gradients import params_of
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_settings import RankSettings, is_initialized, replicated_of
 from ampopt._step.sharding.dtensor import is_dtensor, placements
-from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
+from ampopt._step.sharding.meshes import covering, group_of, ranks_of
 from ampopt._step.torch_private import (
     any_flattened_by_fsdp1,
     is_flattened_by_fsdp1,
@@ -80,12 +80,13 @@ def agreement(optimizers: Sequence[Any], process_group: Any = None) -> Agreement
         _check_has_all(process_group, [*map(ranks_of, meshes), *holders.values()])
     elif mesh is None:
         raise NoCommonGroupError(
-            f"the parameters are on several meshes, and none covers the others: {meshes}. "
+            f"no mesh with names for its dimensions covers all the meshes of parameters: {meshes}. "
             "Make one mesh with names for its dimensions, and shard over its submeshes, such as "
             "mesh['dp'] and mesh['tp']; or give the optimizer the process_group of all their ranks"
         )
-    groups = groups_of(mesh) if process_group is None else [process_group]
-    if all(torch.distributed.get_world_size(group) == 1 for group in groups):
+    names_ranks = process_group is not None
+    process_group = process_group if names_ranks else group_of(mesh)
+    if process_group is None or torch.distributed.get_world_size(process_group) == 1:
         return None
     if next(params_of(param_groups), None) is None:
         raise ValueError(
@@ -93,9 +94,8 @@ def agreement(optimizers: Sequence[Any], process_group: Any = None) -> Agreement
             "to all-reduce with the other ranks of process_group: give it one parameter on that "
             "device, such as torch.nn.Parameter(torch.zeros(1)), which needs no gradient"
         )
-    names_ranks = process_group is not None
     settings = RankSettings(optimizers, is_named=is_named, names_ranks=names_ranks)
-    return Agreement(param_groups, holders, groups, mesh, settings, names_ranks=names_ranks)
+    return Agreement(param_groups, holders, process_group, mesh, settings, names_ranks=names_ranks)
 
 
 class AgreementCache:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step.rank_sums import SameGradients
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.meshes import covering, groups_of
+from ampopt._step.sharding.meshes import covering, group_of
 from ampopt._step.sharding.whole_matrices import WholeMatrices
 from ampopt._step.torch_private import adjusted_lr, orthogonalize
 
@@ -79,21 +79,18 @@ def _matrices_of(optimizer: Any, params: list[Any]) -> WholeMatrices | None:
     known = _KNOWN.get(optimizer)
     if known is None or list(map(id, known[0])) != list(map(id, params)):
         mesh = covering(list(dict.fromkeys(param.device_mesh for param in params)))
-        groups = [] if mesh is None else groups_of(mesh)
-        matrices = WholeMatrices(params, groups[0], torch.bfloat16) if len(groups) == 1 else None
+        group = None if mesh is None else group_of(mesh)
+        matrices = None if group is None else WholeMatrices(params, group, torch.bfloat16)
         same = SameGradients(params, optimizer.param_groups)
-        known = _KNOWN[optimizer] = params, groups, matrices, same
-    _, groups, matrices, same = known
-    groups = [group for group in groups if torch.distributed.get_world_size(group) > 1]
-    if groups:
+        known = _KNOWN[optimizer] = params, matrices, same
+    _, matrices, same = known
+    if matrices is not None and matrices.n_ranks > 1:
         counts = torch.zeros(same.size, device=params[0].device)
         same.write_counts(counts, (id(param) for param in params if param.grad is not None))
-        for group in groups:
-            torch.distributed.all_reduce(counts, group=group)
+        torch.distributed.all_reduce(counts, group=matrices.group)
         same.check(counts)
     return matrices
 
 
 _KNOWN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By optimizer: its sharded matrices, the process groups that reach their ranks one after another,
-and the two objects that :func:`_matrices_of` makes."""
+"""By optimizer: its sharded matrices, and the two objects that :func:`_matrices_of` makes."""

@@ -6,7 +6,7 @@ import torch
 
 from ampopt._step.torch_private import flatten, root_of
 
-__all__ = ["covering", "groups_of", "ranks_of"]
+__all__ = ["covering", "group_of", "ranks_of"]
 
 
 def ranks_of(mesh: Any) -> list[int]:
@@ -15,13 +15,17 @@ def ranks_of(mesh: Any) -> list[int]:
 
 
 def covering(meshes: list[Any]) -> Any:
-    """The smallest known mesh that contains every rank of ``meshes``; ``None`` if there is none."""
+    """The smallest known mesh that contains every rank of ``meshes``, and has a process group.
+
+    ``None`` if there is none.
+    """
     if not meshes:
         return None
     largest = max(meshes, key=lambda mesh: mesh.size())
     every = set(ranks_of(largest))
     if all(every.issuperset(ranks_of(mesh)) for mesh in meshes):
-        return largest
+        is_world = len(every) == torch.distributed.get_world_size()
+        return largest if largest.ndim == 1 or is_world or largest.mesh_dim_names else None
     # Submeshes of one mesh, such as mesh["dp"] and mesh["tp"]: the submesh with all their names.
     roots = [root_of(mesh) for mesh in meshes]
     names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
@@ -30,18 +34,15 @@ def covering(meshes: list[Any]) -> Any:
     return None
 
 
-def groups_of(mesh: Any) -> list[Any]:
-    """Process groups which, all-reduced over one after another, reach every rank of ``mesh``.
+def group_of(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh that :func:`covering` returned.
 
-    One group, unless the mesh has several dimensions without names; none on a rank outside of the
-    mesh. May create a process group, which is a collective call.
+    ``None`` on a rank outside of the mesh. May create a process group, which is a collective call.
     """
     if mesh.get_coordinate() is None:
-        return []
+        return None
     if mesh.ndim == 1:
-        return [mesh.get_group()]
+        return mesh.get_group()
     if mesh.size() == torch.distributed.get_world_size():
-        return [torch.distributed.group.WORLD]
-    if mesh.mesh_dim_names:
-        return [flatten(mesh).get_group()]
-    return mesh.get_all_groups()
+        return torch.distributed.group.WORLD
+    return flatten(mesh).get_group()

@@ -620,7 +620,7 @@ def apart(stepped_before: bool) -> str:
 @pytest.mark.parametrize("stepped_before", [False, True])
 def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_before):
     for text in four_ranks.run(apart, stepped_before):
-        assert "none covers the others" in text
+        assert "no mesh with names for its dimensions covers" in text
 
 
 def summed_apart() -> list[str]:
@@ -642,35 +642,45 @@ def test_sums_over_parameters_on_several_meshes_are_refused(four_ranks):
         assert all("make an optimizer for each mesh" in error for error in errors)
 
 
-def on_some_ranks() -> tuple[float, float, list[str], str] | None:
-    """On a mesh of ranks 0 and 1 that no one group reaches: norm, flag, ranks, and an error."""
+def on_some_ranks() -> tuple[float, float, list[str], list[str]] | None:
+    """On a mesh of ranks 0 and 1 without names: norm, flag, ranks, and errors."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
     mesh, rank = DeviceMesh("cpu", [[0, 1]]), torch.distributed.get_rank()
+    pair = torch.distributed.new_group([0, 1])
     if rank > 1:
         return None
     param = Parameter(placed(torch.ones(4), mesh, [Shard(0), Shard(0)]))
     copied = Parameter(torch.ones(5))
-    optimizer = ampopt.SGD([param, copied], lr=0.25)
-    param.grad, copied.grad = torch.ones_like(param), torch.ones(5)
-    optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=float("inf"))
-    norm: Any = optimizer.grad_norm
+    copies = {"params": [copied], "replicated": True}
+    optimizer: Any = ampopt.SGD([{"params": [param]}, copies], lr=0.25)
+    errors = []
+    for group in (None, pair):
+        optimizer.process_group = group
+        param.grad, copied.grad = torch.ones_like(param), torch.ones(5)
+        optimizer.step()
+        try:
+            optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=float("inf"))
+        except RuntimeError as error:
+            errors.append(str(error))
     param.grad = torch.full_like(param, float("inf") if rank else 1.0)
     result = optimizer.unscale_and_step(grads_scaled_by=1.0)
     try:
         optimizer.unscale_and_step(grads_scaled_by=1.0 + rank)
     except RuntimeError as error:
-        return norm.item(), result.found_inf.item(), result.overflowed, str(error)
-    return norm.item(), result.found_inf.item(), result.overflowed, ""
+        errors.append(str(error))
+    return optimizer.grad_norm.item(), result.found_inf.item(), result.overflowed, errors
 
 
 def test_a_mesh_of_some_ranks_whose_dimensions_have_no_names(four_ranks):
     of_ranks = four_ranks.run(on_some_ranks)
-    for rank, (norm, found_inf, overflowed, error) in enumerate(of_ranks[:2]):
+    for rank, (norm, found_inf, overflowed, errors) in enumerate(of_ranks[:2]):
         assert (norm, found_inf) == (3.0, 1.0)
         assert overflowed == (["group 0, parameter 0"] if rank else ["rank 1"])
-        assert "rank 0: 1.0; rank 1: 2.0" in error
+        without_group, of_scales = errors
+        assert "no mesh with names for its dimensions covers" in without_group
+        assert "rank 0: 1.0; rank 1: 2.0" in of_scales
 
 
 def outside_of_the_mesh(name: str, bits_: int, is_told: bool) -> tuple[Any, ...]:
