@@ -29,7 +29,7 @@ from ampopt_kernels.step_data import Decision, Request
 __all__ = ["Pending", "Phase"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pending:
     """The result of an ``unscale`` that no step has followed yet.
 
@@ -41,6 +41,7 @@ class Pending:
         next_scale: the next loss scale, which ``unscale`` returned.
         decision: the result of the check; ``None`` if there was nothing to check, or no gradient.
         gradients: each parameter that had a gradient, and a weak reference to that gradient.
+        has_stepped: whether a step has used the unscaled gradients, so that it pends no longer.
     """
 
     found_inf: Tensor
@@ -48,6 +49,7 @@ class Pending:
     next_scale: Any
     decision: Decision | None
     gradients: list[tuple[Tensor, weakref.ref[Any]]]
+    has_stepped: bool = False
 
     @property
     def request(self) -> Request | None:
@@ -113,7 +115,7 @@ class Phase:
             self._accumulation.restore_gradients()
         if (pending := self._pending) is not None:
             self.mark_stepped(pending.scale, pending.next_scale)
-            self._pending = None
+            self._pending, pending.has_stepped = None, True
 
     def discard(self) -> None:
         """Drop the unscaled gradients and the sums, as ``zero_grad`` does."""

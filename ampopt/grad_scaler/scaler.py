@@ -456,11 +456,13 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         for record in self._records:
             if record.of(optimizer):
-                is_kept = record.pending is _pending(record.holder)
-                if record.stage is not OptState.UNSCALED or is_kept:
+                unscaled = record.pending
+                if record.stage is not OptState.UNSCALED or unscaled is _pending(record.holder):
                     return record
-                # zero_grad() or a plain step() has discarded its unscale.
-                self._records.remove(record)
+                if unscaled.has_stepped:  # by optimizer.step(), instead of this scaler's
+                    record.stage = OptState.STEPPED
+                    return record
+                self._records.remove(record)  # zero_grad() has discarded its unscale
                 break
         scale, device = self._loss_scale, device_of(optimizer.param_groups)
         if scale.device not in (None, device):

@@ -11,7 +11,7 @@ from support.strategies import fewer
 from support.training_loops import INF, after, give, made, scaler_at, steps
 
 import ampopt
-from ampopt import GradScaler
+from ampopt import DynamicLossScale, GradScaler, StaticLossScale
 from ampopt.testing.bits import bits, everything
 
 TORCHS = [getattr(torch.optim, cls.__name__) for cls in CLOSURE_FREE]
@@ -235,6 +235,27 @@ def test_zero_grad_drops_an_unscale_too(cls):
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert not scaler.skipped
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, *OWN])
+@pytest.mark.parametrize("grad", [1.0, INF])
+@pytest.mark.parametrize("scale", [StaticLossScale(4.0), DynamicLossScale(init_scale=4.0)])
+def test_a_plain_step_after_an_unscale_is_the_step_of_the_iteration(cls, grad, scale):
+    optimizer, params = made(cls)
+    scaler = GradScaler("cpu", loss_scale=scale)
+    scaler.scale(torch.zeros(()))
+    give(optimizer, grad)
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    stepped = bits(params)
+    for call in (scaler.step, scaler.unscale_):  # either would unscale the gradients once more
+        with pytest.raises(RuntimeError, match=r"step\(\)"):
+            call(optimizer)
+    assert bits(params) == stepped
+    assert scaler.was_skipped(optimizer) == (grad == INF)
+    scaler.update()
+    halves = grad == INF and isinstance(scale, DynamicLossScale)
+    assert scaler.get_scale() == (2.0 if halves else 4.0)
 
 
 def test_update_drops_an_unscale_without_a_step_but_counts_its_overflow():
