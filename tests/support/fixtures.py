@@ -60,6 +60,17 @@ def guards_untimed():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def stacks_unformatted():
+    """Keep ``torch.manual_seed`` from formatting the stack for CUDA and for XPU each time.
+
+    Torch would show it if either could not be initialized later.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("traceback.format_stack", lambda *_, **__: [])
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def backend_of_the_environment():
     """Undo a file's ``set_backend``, which even as ``"auto"`` would override AMPOPT_BACKEND."""

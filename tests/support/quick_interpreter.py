@@ -20,6 +20,7 @@ def make_it_quick() -> None:
     _remember_operations()
     _remember_replacements()
     _remember_dtypes()
+    _make_handles_unchecked()
 
 
 def _remember_operations() -> None:
@@ -96,3 +97,16 @@ def _remember_dtypes() -> None:
         return found[dtype.name]
 
     ours._get_np_dtype = get_np_dtype
+
+
+def _make_handles_unchecked() -> None:
+    """Make the interpreter's values without a check that NumPy's dtype fits into Triton's."""
+    from triton.runtime import interpreter
+
+    handle: Any = interpreter.TensorHandle
+
+    @functools.wraps(handle.__init__)
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    handle.__init__ = init
