@@ -1,12 +1,14 @@
 """A learning-rate scheduler that does not advance for skipped steps, without synchronizing."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+
+from ampopt_kernels.devices import copied_together
 
 __all__ = ["DELAY", "LRSchedulerGate", "lr_scheduler_gate"]
 
@@ -205,40 +207,32 @@ class _AllSkipped(NamedTuple):
     """Whether all steps between two calls of a gate were skipped.
 
     Attributes:
-        skip: more than 0 if all were skipped; on the host, where it is valid after ``copy_event``.
-        copy_event: the event of the copy to the host; ``None`` if there was no copy.
+        skip: more than 0 if all were skipped; valid after ``events``.
+        events: the events after which the copy to the host is complete.
         is_late: whether reading ``skip`` may make the host wait for a device.
     """
 
-    skip: Tensor | bool
-    copy_event: Any
-    is_late: bool
+    skip: Any
+    events: Sequence[Any] = ()
+    is_late: bool = False
 
     def skipped(self) -> bool:
         """Whether all steps were skipped. Waits for the copy to the host."""
-        if self.copy_event is not None:
-            self.copy_event.synchronize()
+        for event in self.events:
+            event.synchronize()
         return bool(self.skip > 0)
 
 
 def _known_outcomes(skips: list[bool]) -> deque[_AllSkipped]:
     """The outcomes of calls of which the host knows already whether they were skips."""
-    return deque(_AllSkipped(skip, None, False) for skip in skips)
+    return deque(map(_AllSkipped, skips))
 
 
 def _outcome(attempts: list[Tensor | None]) -> _AllSkipped:
     """The outcome of steps with these flags; a flag is ``None`` if the step was surely applied."""
     flags = [flag for flag in attempts if flag is not None]
     if len(flags) < len(attempts):
-        return _AllSkipped(False, None, False)
+        return _AllSkipped(False)
     flag = torch.stack([flag.reshape(()).to(flags[0]) for flag in flags]).amin()
-    if flag.device.type == "cpu":
-        return _AllSkipped(flag, None, False)
-    module = torch.get_device_module(flag.device)
-    if not (hasattr(module, "Event") and hasattr(module, "current_stream")):
-        return _AllSkipped(flag, None, True)
-    host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    event = module.Event()
-    event.record(module.current_stream(flag.device))
-    return _AllSkipped(host, event, True)
+    (skip,), events = copied_together([flag])
+    return _AllSkipped(skip, events, not flag.is_cpu)

@@ -341,7 +341,7 @@ def test_on_an_accelerator_the_delay_is_eight(monkeypatch, reload):
     Event.waited = []
 
     def outcome(attempts: list[Any]) -> Any:
-        return gate_module._AllSkipped(next(outcomes), Event(), True)
+        return gate_module._AllSkipped(next(outcomes), [Event()], True)
 
     monkeypatch.setattr(gate_module, "_outcome", outcome)
     epochs = []
