@@ -204,7 +204,7 @@ class Watch:
             as_dict(snapshot, alone=self._decides_alone()),
             float16=any(p.dtype == torch.float16 for p in gradients.params_of(groups)),
             norms=norms,
-            learning_rates=[float(group["lr"]) for group in groups if "lr" in group],
+            learning_rates=[float(lr) for lr in (g.get("lr") for g in groups) if lr is not None],
         )
 
     def __str__(self) -> str:
@@ -374,8 +374,7 @@ class Watch:
             loss = self.optimizer._ampopt.observers.loss
             step = RecordedStep(number, decision.skip, check.cause, check.scaled_by, norm, loss)
             reports = check.reports
-            if not check.measured and check is not decision:
-                # `check` is of micro-batches, or has been made before the watch.
+            if check is not decision:  # which measured if `check` has not
                 reports = (*reports, *decision.reports)
             of_ranks = [part for part in check.reports if isinstance(part, RankFlags)]
         tensors, chunks = list(step[1:]), []

@@ -221,6 +221,8 @@ def test_the_learning_rates_of_several_groups_are_named():
     report = watch.report()
     assert "the learning rates, up to 4 now, are too high. Lower it" in report
     assert "All parameters overflowed together, once, at step 4." in report
+    watch.optimizer.param_groups[1]["lr"] = None  # as of an Adafactor that sets its own
+    assert "the learning rate, 1 now, is too high. Lower it" in watch.report()
 
 
 def test_a_spike_that_overflows_is_both():
