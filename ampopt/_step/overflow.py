@@ -25,7 +25,8 @@ def decided_elsewhere(
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
-    If no rank has gradients, the scale and the statistics of skip conditions stay as they are.
+    If no rank has gradients, nothing is skipped, and the scale and the statistics of skip
+    conditions stay as they are.
 
     Args:
         request: the request of the call.
@@ -41,9 +42,13 @@ def decided_elsewhere(
     known = [check.statistics for check in request.checks(device) if check.statistics is not None]
     before = [statistics.clone() for statistics in known]
     decision = run(backend_for, [Work(device, [])], check_request)
+    any_gradients = all_reduce.any_gradients
     for statistics, old in zip(known, before, strict=True):
-        statistics.copy_(torch.where(all_reduce.any_gradients, statistics, old))
-    return decision.with_schedule_where(all_reduce.any_gradients, request)
+        statistics.copy_(torch.where(any_gradients, statistics, old))
+    found_inf = torch.where(any_gradients, decision.found_inf, 0.0)
+    coefficients = torch.where(any_gradients, decision.coefficients_on_device, 0.0)
+    decision = replace(decision, found_inf=found_inf, coefficients=coefficients)
+    return decision.with_schedule_where(any_gradients, request)
 
 
 def check_and_unscale(

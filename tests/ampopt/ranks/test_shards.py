@@ -484,6 +484,29 @@ def test_skip_when_counts_no_step_in_which_no_rank_has_gradients(two_ranks, name
         assert found_inf == 0.0
 
 
+def skipped_without_gradients(name: str, on_device: bool) -> Any:
+    """The skips of steps of which no rank has a gradient, as told at once and by a watch."""
+    with as_on_a_device() if on_device else nullcontext():
+        p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0]))
+        optimizer = named(name)([p], lr=0.5)
+        watch, handle = ampopt.Watch(optimizer), ampopt.skip_when(optimizer, loss=3.0)
+        skipped = [optimizer.unscale_and_step(grads_scaled_by=2.0, loss=5.0).skipped]
+        handle.remove()
+        no_scale = torch.tensor([float("nan")])
+        skipped.append(optimizer.unscale_and_step(grads_scaled_by=no_scale).skipped)
+        p.grad = torch.ones_like(p) if torch.distributed.get_rank() else None
+        skipped.append(optimizer.unscale_and_step(grads_scaled_by=no_scale).skipped)
+    return skipped, watch.read()["skipped_by"]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Plain"])
+def test_a_step_in_which_no_rank_has_gradients_is_no_skip(two_ranks, name, on_device):
+    for skipped, by in two_ranks.run(skipped_without_gradients, name, on_device):
+        assert skipped == [False, False, True]
+        assert by == {"overflow": 1, "norm": 0, "loss": 0}
+
+
 def with_gradients_of(which: int, name: str, plain: bool) -> str:
     """The error of a step on whole matrices, if only some ranks have gradients."""
     p: Any = Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0]))
