@@ -45,6 +45,7 @@ class Agreement:
         ranks: the global rank of each, in the order of the rows that they all-reduce.
         place: the index of this rank among them.
         settings: what all ranks have to set alike.
+        comparison: of what they all-reduce.
         in_norm: by the ``id`` of a parameter, whether the global norm counts this rank's elements
             of its gradient. Of copies on several ranks it counts one: of a plain replicated tensor,
             and of a ``DTensor`` that is replicated along some dimensions of the mesh.
@@ -77,7 +78,7 @@ class Agreement:
         """
         self._group_of_model, self.settings = process_group, settings
         self._names_ranks, self._mesh = names_ranks, mesh
-        self._comparison = Comparison()
+        self.comparison = Comparison()
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._here = torch.distributed.get_rank()
         self.ranks = torch.distributed.get_process_group_ranks(process_group)
@@ -177,7 +178,7 @@ class Agreement:
         """
         rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._group)
-        self._comparison.compare(rows, self._difference, at_once=at_once)
+        self.comparison.compare(rows, self._difference, at_once=at_once)
         return rows
 
     def _difference(self, rows: list[list[float]]) -> str | None:

@@ -124,8 +124,11 @@ class AgreementCache:
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
         key = process_group, replicated, placements(self._params)
         if key != self._key:
-            self._agreement = agreement(optimizers, process_group)
+            old, self._agreement = self._agreement, agreement(optimizers, process_group)
             self._key = key
+            if old and self._agreement and self._agreement.ranks == old.ranks:
+                # Other ranks, which may not have changed, go on to read later what is compared.
+                self._agreement.comparison = old.comparison
         return self._agreement
 
 

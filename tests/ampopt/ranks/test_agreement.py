@@ -202,8 +202,10 @@ def differing_later(what: str) -> tuple[int, str, int]:
         scale, clips = torch.tensor([4.0]), 1.0
         for step in range(40):
             if step == 5 and torch.distributed.get_rank():
-                scale = scale * 2 if what == "scale" else scale
-                clips = {"scale": 1.0, "max_norm": 2.0, "no max_norm": None}[what]
+                scale = scale * 2 if "scale" in what else scale
+                clips = {"max_norm": 2.0, "no max_norm": None}.get(what, 1.0)
+                if "loaded" in what:  # new param groups, on this rank alone
+                    optimizer.load_state_dict(optimizer.state_dict())
             if step == 6:  # and as before again: the one step is not overlooked
                 scale, clips = torch.tensor([4.0]), 1.0
             param.grad = torch.ones(2)
@@ -216,11 +218,11 @@ def differing_later(what: str) -> tuple[int, str, int]:
     return -1, "", len(looks)
 
 
-@pytest.mark.parametrize("what", ["scale", "max_norm", "no max_norm"])
+@pytest.mark.parametrize("what", ["scale", "scale, loaded", "max_norm", "no max_norm"])
 def test_on_a_device_ranks_raise_within_20_steps_without_waiting(two_ranks, what):
     for steps, text, looks in two_ranks.run(differing_later, what, timeout=10):
         assert 0 < steps <= 20
-        assert f"{'the scale of the gradients' if what == 'scale' else 'max_norm'} differs" in text
+        assert f"{'the scale of the gradients' if 'scale' in what else 'max_norm'} differs" in text
         assert "found some steps later" in text
         assert looks == 0
 
