@@ -95,12 +95,18 @@ class NonFiniteOutput:
                 "parameter outside of its module, such as a penalty in the loss, and sums of "
                 "gradients: over several uses, micro-batches or ranks."
             )
+        is_narrow = torch.finfo(self.dtype).max < _SMALL_RANGE
+        if self.direction == "backward" and not self.given_finite:
+            return (
+                "Its incoming gradient already had inf or NaN: check the loss, whose scale may be "
+                "too large, and tensors used several times, whose gradients are added up."
+            )
+        if self.direction == "backward" and is_narrow:
+            return "Its incoming gradient was finite: a smaller loss scale may help."
         if self.direction == "backward":
             return (
-                "Its incoming gradient was finite: a smaller loss scale may help."
-                if self.given_finite
-                else "Its incoming gradient already had inf or NaN: check the loss, whose scale "
-                "may be too large, and tensors used several times, whose gradients are added up."
+                f"Its incoming gradient was finite. In {_short(self.dtype)} a smaller loss scale "
+                "rarely helps: check for an infinite derivative, such as that of a root at 0."
             )
         if self.parameter is not None:
             return (
@@ -113,7 +119,7 @@ class NonFiniteOutput:
                 "modules."
             )
         what = "the operations between modules" if self.given_to is not None else "the module"
-        if torch.finfo(self.dtype).max < _SMALL_RANGE:
+        if is_narrow:
             return (
                 f"Its inputs were finite. A loss scale does not help: run {what} in float32, or "
                 "scale down its inputs."
