@@ -100,11 +100,14 @@ class skip_when:
                 closure; a limit is not a number.
             ValueError: no limit was passed, or a limit is not positive.
         """
-        limits = {"norm": norm, "loss": loss}
-        deviations = {"norm": norm_deviations, "loss": loss_deviations}
-        check_count("warmup", warmup, least=2)
-        of_deviations = {"warmup": float(warmup)}
-        self._begin(optimizer, limits, deviations, f"warmup={warmup}", **of_deviations)
+        limits = {
+            "norm": norm,
+            "norm_deviations": norm_deviations,
+            "loss": loss,
+            "loss_deviations": loss_deviations,
+        }
+        warmup = check_count("warmup", warmup, least=2)
+        self._begin(optimizer, limits, f"warmup={warmup}", warmup=float(warmup))
 
     @classmethod
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
@@ -132,16 +135,15 @@ class skip_when:
         """
         if name not in _SYSTEMS:
             raise ValueError(f"name must be one of {', '.join(map(repr, _SYSTEMS))}, got {name!r}")
-        other_names = overrides.keys() - {"norm_deviations", "loss_deviations"}
+        names = ("norm_deviations", "loss_deviations")
+        other_names = overrides.keys() - set(names)
         if other_names:
             raise TypeError(f"overrides are norm_deviations and loss_deviations, got {other_names}")
-        system, quantities = _SYSTEMS[name], ("norm", "loss")
-        deviations = {q: overrides.get(f"{q}_deviations", system.deviations) for q in quantities}
+        system = _SYSTEMS[name]
         condition = cls.__new__(cls)
         condition._begin(
             optimizer,
-            dict.fromkeys(quantities),
-            deviations,
+            {each: overrides.get(each, system.deviations) for each in names},
             f"like {name!r}",
             warmup=system.first - 1.0,
             both_sides=float(system.both_sides),
@@ -211,7 +213,6 @@ class skip_when:
         self,
         optimizer: Optimizer,
         limits: Mapping[str, float | None],
-        deviations: Mapping[str, float | None],
         arguments: str,
         **of_deviations: Any,
     ) -> None:
@@ -219,8 +220,7 @@ class skip_when:
 
         Args:
             optimizer: the optimizer to skip steps of.
-            limits: by ``"norm"`` and ``"loss"``, the largest value; ``None`` for no limit.
-            deviations: by the same names, the largest deviation; ``None`` for no limit.
+            limits: the limits by the names of the arguments; ``None`` for no limit.
             arguments: the other arguments as text, for comparison between ranks.
             of_deviations: attributes of each :class:`Check` that tests deviations.
         """
@@ -230,28 +230,26 @@ class skip_when:
                 f"{type(optimizer).__name__} evaluates the loss itself, several times a step, and "
                 "cannot skip one of them: use skip_when with another optimizer"
             )
-        for what in ("norm", "loss"):
-            _check_limit(what, limits[what])
-            _check_limit(f"{what}_deviations", deviations[what])
-        given = {**limits, **{f"{what}_deviations": n for what, n in deviations.items()}}
-        shown = (f"{name}={value!r}" for name, value in given.items() if value is not None)
+        given = {name: _limit(name, n) for name, n in limits.items() if n is not None}
+        if not given:
+            raise ValueError(
+                "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
+            )
+        shown = (f"{name}={n!r}" for name, n in given.items())
         self.settings = f"skip_when({', '.join((*shown, arguments))})"
         self._checks: dict[str, Check] = {}
         for what in ("norm", "loss"):
-            check = Check(1.0 + CAUSES.index(what), float(what == "norm"), limits[what] or -1.0)
-            if (n := deviations[what]) is not None:
-                check = check._replace(deviations=n, **of_deviations)
+            deviations = given.get(f"{what}_deviations")
+            if what not in given and deviations is None:
+                continue
+            check = Check(1.0 + CAUSES.index(what), float(what == "norm"), given.get(what, -1.0))
+            if deviations is not None:
+                check = check._replace(deviations=deviations, **of_deviations)
                 size = RUNNING if check.window is None else 2 + int(check.window.length)
                 # On the CPU until the first step.
                 zeros = torch.zeros(size, dtype=torch.float64, device="cpu")
                 check = check._replace(statistics=zeros)
-            elif limits[what] is None:
-                continue
             self._checks[what] = check
-        if not self._checks:
-            raise ValueError(
-                "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
-            )
         self.optimizer = optimizer
         observers = optimizer._ampopt.observers
         observers.causes = (*observers.causes, self)
@@ -267,7 +265,9 @@ def _numbers(saved: Any, n: int) -> Tensor:
         ) from None
 
 
-def _check_limit(name: str, value: Any) -> None:
-    """Raise unless ``value`` is ``None``, or a positive and finite number."""
-    if value is not None and not 0 < check_number(name, value) < math.inf:
+def _limit(name: str, value: Any) -> float:
+    """The limit ``value`` as a float; raises unless it is a positive and finite number."""
+    limit = check_number(name, value)
+    if not 0 < limit < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return limit
