@@ -1,6 +1,7 @@
 """Patches of Triton's interpreter that cache what it would compute again at each call."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
@@ -21,6 +22,7 @@ def make_it_quick() -> None:
     _remember_replacements()
     _remember_dtypes()
     _make_handles_unchecked()
+    _leave_out_tests_of_overflow()
 
 
 def _remember_operations() -> None:
@@ -110,3 +112,15 @@ def _make_handles_unchecked() -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
     handle.__init__ = init
+
+
+def _leave_out_tests_of_overflow() -> None:
+    """Do not compute whether integers overflow: the interpreter does nothing with the answer.
+
+    Half of all operations are for that. It is an assertion, which only ``debug`` turns on.
+    """
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)

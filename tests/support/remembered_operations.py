@@ -7,9 +7,7 @@ builder's calls are the same. The first time they are recorded; from then on the
 directly.
 """
 
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from triton.language import core
@@ -25,7 +23,7 @@ _builder: Any = interpreter.interpreter_builder
 
 def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``operation``, a builtin of the language, with recorded builder calls."""
-    requests_of: dict[Any, _Requests | None] = {}
+    functions: dict[Any, Callable[..., Any] | None] = {}
 
     def remembered(*args: Any, member: Any = operation, **kwargs: Any) -> Any:
         operands = args
@@ -35,13 +33,13 @@ def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
             kwargs.pop("_semantic", None)
             operands = (*args, *kwargs.values())
         key = *[x.type.name if type(x) is _Tensor else _described(x) for x in operands], *kwargs
-        if key not in requests_of:
-            result, requests_of[key] = _listened_to(member, args, kwargs)
+        if key not in functions:
+            result, functions[key] = _listened_to(member, args, kwargs)
             return result
-        requests = requests_of[key]
-        if requests is None:
+        repeated = functions[key]
+        if repeated is None:
             return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
-        return requests.repeated([x.handle for x in operands if type(x) is _Tensor])
+        return repeated(*[x.handle for x in operands if type(x) is _Tensor])
 
     # ampopt_kernels.triton.uninterpreted finds the interpreter's replacements by their module.
     remembered.__module__ = interpreter.__name__
@@ -64,40 +62,15 @@ def _described(x: Any) -> Any:
     return kind, x
 
 
-@dataclass
-class _Requests:
-    """The recorded builder calls of an operation.
-
-    Attributes:
-        values: the values in use, by position: after the operands, which are not stored, the
-            constants; ``None`` for a result of the builder.
-        calls: the builder calls: method, function that selects its arguments from the values, and
-            position of its result.
-        place: position of the operation's result; ``None`` if it returns nothing.
-        tensor: attributes of the resulting tensor besides its handle.
-    """
-
-    values: list[Any]
-    calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any], int]]
-    place: int | None
-    tensor: dict[str, Any]
-
-    def repeated(self, handles: list[Any]) -> Any:
-        """Repeat the calls with other operands, and return the operation's result."""
-        values = handles + self.values
-        for method, arguments, place in self.calls:
-            values[place] = method(*arguments(values))
-        if self.place is None:
-            return None
-        result = _Tensor.__new__(_Tensor)
-        vars(result).update(self.tensor, handle=values[self.place])
-        return result
-
-
 def _listened_to(
     operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, _Requests | None]:
-    """Run an operation; return its result, and the recorded calls if they can be repeated."""
+) -> tuple[Any, Callable[..., Any] | None]:
+    """Run an operation, and record the builder's calls.
+
+    Returns:
+        The result, and a function that repeats the calls with the handles of other operands;
+        ``None`` instead if they cannot be repeated.
+    """
     operands: list[Any] = []
 
     def apart(x: Any) -> Any:  # new handles, in case one tensor is passed as two operands
@@ -110,24 +83,44 @@ def _listened_to(
     kwargs = {name: apart(x) for name, x in kwargs.items()}
     listener = _Listener(operands)
     result = operation(*args, **kwargs, _semantic=TritonSemantic(listener))
-    place, tensor = None, {}
+    ends, fields = "return None", {}
     if type(result) is _Tensor:
-        place, tensor = listener.place_of(result.handle), vars(result).copy()
-        del tensor["handle"]  # repeated() sets it
+        ends = f"return made(fields, v{listener.place_of(result.handle)})"
+        fields = {name: value for name, value in vars(result).items() if name != "handle"}
     if not listener.understood or type(result) not in (_Tensor, type(None)):
         return result, None
-    constants = [x if i in listener.constant else None for i, x in enumerate(listener.values)]
-    return result, _Requests(constants[len(operands) :], listener.calls, place, tensor)
+    parameters = ", ".join(f"v{i}" for i in range(len(operands)))
+    names = {f"v{i}": listener.values[i] for i in listener.constant}
+    names |= {"made": _made, "fields": fields}
+    names |= {f"m{i}": method for i, (method, _) in enumerate(listener.calls)}
+    calls = [call.format(f"m{i}") for i, (_, call) in enumerate(listener.calls)]
+    exec(f"def repeated({parameters}): " + "; ".join([*calls, ends]), names)
+    return result, names["repeated"]
+
+
+def _made(fields: dict[str, Any], handle: Any) -> Any:
+    """A tensor of the language, with ``handle`` and other attributes."""
+    tensor = _Tensor.__new__(_Tensor)
+    tensor.__dict__ = {**fields, "handle": handle}
+    return tensor
 
 
 class _Listener:
-    """Forwards to the interpreter's builder, and records the calls; see :class:`_Requests`."""
+    """Forwards to the interpreter's builder, and records the calls.
+
+    Attributes:
+        values: the handles of the operands, and all arguments and results of the builder's methods.
+        places: the index of each in ``values``, by its ``id``.
+        constant: the indices of values that are the same for other operands.
+        calls: methods of the builder, and each one's call as source, with ``v2`` for value 2.
+        understood: whether the calls can be repeated.
+    """
 
     def __init__(self, operands: list[Any]) -> None:
         self.values: list[Any] = []
         self.places: dict[int, int] = {}
         self.constant: set[int] = set()
-        self.calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any], int]] = []
+        self.calls: list[tuple[Callable[..., Any], str]] = []
         self.understood = True
         for handle in operands:
             self._place(handle)
@@ -146,7 +139,8 @@ class _Listener:
             ):
                 self.constant.add(place)  # a type, a number, or a block of constants
             else:
-                self.calls.append((method, _those_at(places), place))
+                call = f"v{place} = {{}}({', '.join(f'v{i}' for i in places)})"
+                self.calls.append((method, call))
             return result
 
         return ask
@@ -165,10 +159,3 @@ class _Listener:
         self.values.append(x)
         self.places[id(x)] = len(self.values) - 1
         return len(self.values) - 1
-
-
-def _those_at(places: list[int]) -> Callable[[list[Any]], Any]:
-    """Return a function that selects the values at ``places``."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: [values[place] for place in places]

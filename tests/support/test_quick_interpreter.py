@@ -33,6 +33,7 @@ def plain_interpreter() -> Iterator[None]:
         init = inspect.unwrap(ours.TensorHandle.__init__)
         assert init is not ours.TensorHandle.__init__
         patch.setattr(ours.TensorHandle, "__init__", init)
+        patch.setattr(ours.interpreter_builder, "options", ours.InterpreterOptions())
         yield
 
 
