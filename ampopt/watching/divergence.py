@@ -1,6 +1,7 @@
 """Signs in the last steps of a run that it diverges: spikes, and a learning rate that is too high.
 
-The functions return sentences of :meth:`ampopt.Watch.report`.
+The functions return sentences of :meth:`ampopt.Watch.report`. Their argument ``recent`` has the
+last steps as in ``read()["recent"]``, and for each whether it ``"overflowed"``.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["has_overflowed", "of_learning_rate", "of_spikes", "unusual_losses"]
+__all__ = ["of_learning_rate", "of_spikes", "unusual_losses"]
 
 SPIKE = 10.0
 """A gradient norm of more than this many times the median of the norms before it is a spike. So is
@@ -20,11 +21,6 @@ BEFORE_A_SPIKE = 10, 100
 """How many steps these medians are taken over: at least, and at most."""
 GROWTH = 2.0
 """The growth of a parameter's norm, as a factor, from which the learning rate is suspected."""
-
-
-def has_overflowed(entry: Mapping[str, Any]) -> bool:
-    """Whether a step, an entry of ``read()["recent"]``, was skipped for an overflow."""
-    return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
 
 
 def unusual_losses(recent: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -39,7 +35,7 @@ def of_spikes(recent: Sequence[Mapping[str, Any]], key: str, what: str) -> list[
     """The largest spike of those that were applied, and of those that overflowed too.
 
     Args:
-        recent: the last steps, ``read()["recent"]``.
+        recent: the last steps.
         key: the value in their entries: ``"loss"`` or ``"norm"``.
         what: the value in words.
     """
@@ -78,14 +74,14 @@ def of_learning_rate(
     norm of a parameter has grown.
 
     Args:
-        recent: the last steps, ``read()["recent"]``.
+        recent: the last steps.
         norms: of each parameter by name, its norm when the watch began, and now.
         learning_rates: of each group.
     """
     growths = [(_ratio(*pair), name) for name, pair in norms.items() if pair[0] > 0]
     growth, name = max(growths, default=(0.0, ""))
     bad = (
-        i for i, e in enumerate(recent) if has_overflowed(e) or not math.isfinite(e["loss"] or 0.0)
+        i for i, e in enumerate(recent) if e["overflowed"] or not math.isfinite(e["loss"] or 0.0)
     )
     first = next(bad, None)
     if first is None or growth < GROWTH:
@@ -128,7 +124,7 @@ def _spikes(recent: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, 
     least, most = BEFORE_A_SPIKE
     before, spikes = deque[float](maxlen=most), []
     for entry in recent:
-        value, overflowed = entry[key], has_overflowed(entry)
+        value, overflowed = entry[key], entry["overflowed"]
         if value is None or not math.isfinite(value) or (entry["skipped"] and not overflowed):
             continue
         if len(before) >= least:

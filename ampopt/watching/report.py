@@ -3,14 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from ampopt.watching.divergence import (
-    has_overflowed,
-    of_learning_rate,
-    of_spikes,
-    unusual_losses,
-)
+from ampopt.watching.divergence import of_learning_rate, of_spikes, unusual_losses
 
 __all__ = ["in_words", "summary", "worst_first"]
 
@@ -65,7 +61,8 @@ def in_words(
     """A report in sentences: what happened, and what to do about it.
 
     Args:
-        numbers: what :meth:`ampopt.Watch.read` returned.
+        numbers: what :meth:`ampopt.Watch.read` returned, and in each entry of ``"recent"`` whether
+            it ``"overflowed"``.
         float16: whether parameters are float16.
         norms: of each parameter by name, its norm when the watch began, and now.
         learning_rates: of each group.
@@ -165,7 +162,8 @@ def _of_runs(numbers: dict[str, Any]) -> list[str]:
 
 def _runs(numbers: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The overflows among the last steps, those of successive steps together."""
-    return [list(run) for is_run, run in groupby(numbers["recent"], has_overflowed) if is_run]
+    runs = groupby(numbers["recent"], itemgetter("overflowed"))
+    return [list(run) for is_run, run in runs if is_run]
 
 
 def _run_now(numbers: dict[str, Any]) -> int:
@@ -186,7 +184,7 @@ def _has_collapsed(numbers: dict[str, Any]) -> bool:
 
 def _are_overflows_of_the_loss(recent: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the loss was a spike, or not finite, in each step that overflowed."""
-    overflowed = {entry["step"] for entry in recent if has_overflowed(entry)}
+    overflowed = {entry["step"] for entry in recent if entry["overflowed"]}
     return bool(overflowed) and overflowed <= unusual_losses(recent)
 
 

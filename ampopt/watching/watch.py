@@ -200,8 +200,11 @@ class Watch:
             for names, norms in _norms(self._known.values())
             for name, norm in zip(names, norms.tolist(), strict=True)
         }
+        numbers = as_dict(snapshot, alone=self._decides_alone())
+        for entry, (cause, *_) in zip(numbers["recent"], snapshot.recent, strict=True):
+            entry["overflowed"] = cause == 1.0 + CAUSES.index("overflow")
         return report.in_words(
-            as_dict(snapshot, alone=self._decides_alone()),
+            numbers,
             float16=any(p.dtype == torch.float16 for p in gradients.params_of(groups)),
             norms=norms,
             learning_rates=[float(lr) for lr in (g.get("lr") for g in groups) if lr is not None],

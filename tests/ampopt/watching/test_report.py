@@ -83,6 +83,31 @@ def test_a_report_says_since_when_steps_overflow_in_a_row(last):
     assert "checkpoint" not in over
 
 
+def test_a_spike_that_skip_when_skipped_was_not_applied():
+    weight = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([("weight", weight)])
+    watch = ampopt.Watch(optimizer)
+    ampopt.skip_when(optimizer, norm=50.0)
+    for value in [1.0] * 12 + [100.0]:
+        weight.grad = torch.full_like(weight, value)
+        optimizer.unscale_and_step(grads_scaled_by=1.0, loss=value)
+    lines = watch.report().splitlines()
+    assert lines[1:] == ["Skipped for the norm: 1 step."]
+
+
+def test_steps_of_which_every_micro_batch_was_dropped_overflowed():
+    weight = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([("weight", weight)])
+    watch = ampopt.Watch(optimizer)
+    for value in [1.0] * 2 + [INF] * 12:
+        weight.grad = torch.full_like(weight, value)
+        optimizer.accumulate(2.0, drop="micro_batch")
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert watch.read()["recent"][-1]["norm"] == 0.0  # of the sum of no micro-batch
+    said = "All steps from step 3 on have overflowed, 12 in a row. Nothing is being trained"
+    assert said in watch.report()
+
+
 def test_a_report_names_the_largest_spike_that_was_applied():
     usual = [0.02, 0.03] * 8
     report = reported([*usual, 13004.0, *usual, 4.0, 0.02])
@@ -200,6 +225,8 @@ def test_a_rise_of_the_loss_is_compared_with_its_lowest():
         (up + [20.0], 1.0, True),
         (up[:20] + [20.0], 1.0, False),  # a spike
         ([None, None], 1.0, False),
+        ([3.97, None], 4.0, False),
+        ([3.97, 4.0, 20.0], 2.0, True),  # with too few before it to call it a spike
     ):
         report = reported([-1.0] * (len(losses) - 1) + [INF], losses=losses, lr=lr)
         assert ("learning rate" in report) == is_told, losses
@@ -208,6 +235,9 @@ def test_a_rise_of_the_loss_is_compared_with_its_lowest():
         r"Up to step 61, the first with inf or NaN, the loss rose from 1\.\d+ to 10\.8", report
     )
     assert "the gradient norm rose from 0.5 to 50, and" in reported([-1.0, -100.0, INF], lr=1.0)
+    assert "learning rate" not in reported([-1.0] * applied, losses=up, lr=1.0)
+    unchecked = reported([-1.0] * 3 + [INF], losses=[3.97, 5.17, 5.07, NAN], lr=1.0, scale=None)
+    assert "the loss rose from 3.97 to 5.07, and `weight` is no longer finite: the" in unchecked
 
 
 def test_the_learning_rates_of_several_groups_are_named():
@@ -223,6 +253,8 @@ def test_the_learning_rates_of_several_groups_are_named():
     assert "All parameters overflowed together, once, at step 4." in report
     watch.optimizer.param_groups[1]["lr"] = None  # as of an Adafactor that sets its own
     assert "the learning rate, 1 now, is too high. Lower it" in watch.report()
+    watch.optimizer.param_groups[0]["lr"] = None
+    assert ": the learning rate is too high. Lower it" in watch.report()
 
 
 def test_a_spike_that_overflows_is_both():
