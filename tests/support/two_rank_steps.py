@@ -14,7 +14,6 @@ __all__ = ["CLASSES", "FORMS", "ORDERS", "SPOILED", "outcomes_of_all"]
 
 CLASSES = {
     "AdamW": ampopt.AdamW,
-    "SGD": ampopt.SGD,
     "Adagrad": ampopt.Adagrad,
     "Plain": Plain,
 }
