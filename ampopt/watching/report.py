@@ -109,10 +109,10 @@ def _of_overflows(numbers: dict[str, Any], *, lowers: bool | None) -> list[str]:
     if not bad:
         return _of_ranks(numbers)
     first, stats = bad[0]
-    most = [name for name, other in bad if other["overflows"] == stats["overflows"]]
+    counts = set(map(itemgetter("overflows", "last_overflow"), numbers["parameters"].values()))
     how_often = "once, at" if stats["overflows"] == 1 else f"{stats['overflows']} times, last at"
     when = f"{how_often} step {stats['last_overflow']}"
-    if len(most) > 1 and len(most) == len(numbers["parameters"]):
+    if len(bad) > 1 and len(counts) == 1:
         found = f"All parameters overflowed together, {when}"
         if lowers is None:
             return [f"{found}."]

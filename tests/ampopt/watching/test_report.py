@@ -48,6 +48,8 @@ def test_a_report_says_how_many_overflowed_and_which_most():
     lines = of_layers([[1.0], [INF] * 3]).report().splitlines()
     assert lines[1].startswith("All parameters overflowed together, once, at step 2: the cause is")
     assert "first_nonfinite" in lines[1] and len(lines) == 2
+    apart = of_layers([[INF], [1.0, INF]], n=2).report()  # as often, in different steps
+    assert "`layer1` overflowed once, at step 2;" in apart and "together" not in apart
     lines = of_layers([[1.0]], scale=None).report().splitlines()
     assert lines == ["1 step, 0 skipped.", "No gradient overflowed: there is nothing to change."]
     lines = of_layers([[2.0**-25, 2.0]]).report().splitlines()
