@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
-from ampopt.testing.invariant import as_test, marked_function, run_once
+from ampopt.testing.invariant import as_test, marked_function, run_once, settings_of
 
 __all__ = ["QUICK", "Claims"]
 
@@ -186,7 +186,9 @@ class Claims:
         Hypothesis needs a new test function for each class.
         """
         super().__init_subclass__(**kwargs)
+        if cls.make is Claims.make:
+            return
+        settings = settings_of(cls)
         for name in dir(cls):
-            body = marked_function(cls, name)
-            if body is not None and cls.make is not Claims.make:
-                setattr(cls, name, as_test(cls, name, body))
+            if name.startswith("test") and (body := marked_function(cls, name)) is not None:
+                setattr(cls, name, as_test(cls, name, body, settings))

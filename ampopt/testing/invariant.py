@@ -60,7 +60,7 @@ def marked_function(cls: type, name: str) -> Any:
     return getattr(inspect.getattr_static(cls, name), "_body", None)
 
 
-def as_test(cls: Any, name: str, body: Any) -> Any:
+def as_test(cls: Any, name: str, body: Any, settings: hypothesis.settings) -> Any:
     """The pytest test of an invariant: skipped if not claimed, else run by Hypothesis."""
     claims, _ = body._invariant
 
@@ -84,7 +84,7 @@ def as_test(cls: Any, name: str, body: Any) -> Any:
     made.__module__, made.__doc__ = cls.__module__, body.__doc__
     if claimed:
         example = st.fixed_dictionaries(_draws(cls, body))
-        made = settings_of(cls)(hypothesis.given(example=example)(test))
+        made = settings(hypothesis.given(example=example)(test))
     made._body = body
     return made
 
@@ -107,12 +107,12 @@ def _draws(cls: Any, body: Any) -> dict[str, st.SearchStrategy[Any]]:
 
 
 def _explain(contract: Any, name: str, body: Any, error: BaseException, example: Any) -> None:
-    """Print how to run a failed example again; once it is shrunk, also what explains it."""
+    """Print how to run a failed example again and what explains it, once it is shrunk."""
+    if not getattr(current_build_context(), "is_final", True):
+        return
     cls, (claims, _) = type(contract).__name__, body._invariant
     lines = "\n".join(f"        {key}={_code(value)}," for key, value in example.items())
     hypothesis.note(_SNIPPET.format(cls=cls, test=name, arguments=lines))
-    if not getattr(current_build_context(), "is_final", True):
-        return
 
     def passes(other: Mapping[str, Any]) -> bool:
         try:
