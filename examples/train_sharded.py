@@ -96,7 +96,7 @@ def train(begin: int, end: int, spoiled: int, checkpoint: str) -> list[dict[str,
     """
     model = sharded()
     optimizer = ampopt.AdamW(model.parameters(), lr=3e-3)
-    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**30, growth_interval=50)
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**24, growth_interval=50)
     if begin:
         state = state_of(model, optimizer, scale)
         state_dict_loader.load(state, checkpoint_id=checkpoint)

@@ -249,7 +249,7 @@ def test_train_sharded(run, tmp_path):
         assert line.startswith(name)
         taken, skipped, equal, loss, difference = line.removeprefix(name).split()
         assert (int(taken), equal) == (steps, "yes")
-        # From 2**30, and once more for the infinite gradient; the scale is saved, too.
+        # From 2**24, and once more for the infinite gradient; the scale is saved, too.
         assert (int(skipped) > 5) == (steps == 4)
         assert 4 < float(loss) < 4.7 and percentages(difference)[0] < 2
     assert where == f"picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
