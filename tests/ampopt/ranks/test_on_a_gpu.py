@@ -7,6 +7,7 @@ it runs after the backward pass and before the step, although NCCL has a stream 
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def nccl() -> Iterator[None]:
         pytest.skip("needs NCCL")
     device = torch.device(DEVICE, torch.cuda.current_device())
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    yield
+    # One rank alone would make no all-reduce.
+    with mock.patch.object(dist, "get_world_size", lambda group=None: 2):
+        yield
     gc.collect()  # graphs that hold on to the communicator go before it
     dist.destroy_process_group()
 
@@ -67,6 +70,10 @@ def refill(grads: list[Tensor], last: float) -> None:
 def test_ranks_decide_without_synchronizing(form):
     optimizer, params, grads = made(form)
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    dist = torch.distributed
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+    assert all_reduce.call_count == (form != "alone")
     for i, last in enumerate((1.0, 1.0, INF, 1.0)):
         refill(grads, last)
         before = bits(params)
