@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampopt._argument_checks import check_count
 from ampopt_kernels.devices import copied_together
 
 __all__ = ["DELAY", "LRSchedulerGate", "lr_scheduler_gate"]
@@ -53,8 +54,9 @@ def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "L
         The gate: an ``LRScheduler`` with the attributes of ``scheduler``.
 
     Raises:
-        TypeError: ``scheduler`` is not a scheduler of a torch optimizer.
-        ValueError: ``delay`` is not a whole number, 0 or more.
+        TypeError: ``scheduler`` is not a scheduler of a torch optimizer, or ``delay`` not an
+            ``int``.
+        ValueError: ``delay`` is negative.
     """
     return LRSchedulerGate(scheduler, delay=delay)
 
@@ -81,12 +83,8 @@ class LRSchedulerGate(LRScheduler):
                 "scheduler must be a learning-rate scheduler of a torch optimizer, got "
                 f"{type(scheduler).__name__}"
             )
-        if delay is not None and (
-            isinstance(delay, bool) or not isinstance(delay, int) or delay < 0
-        ):
-            raise ValueError(f"delay must be a whole number, 0 or more, or None, got {delay!r}")
         self.scheduler = scheduler
-        self._delay = delay
+        self._delay = None if delay is None else check_count("delay", delay, least=0)
         self._attempts: list[Tensor | None] = []
         self._outcomes: deque[_AllSkipped] = deque()
         self._ahead = 0
@@ -128,7 +126,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []
         self._ahead = own["ahead"]
-        self._outcomes = _known_outcomes(own["unknown"])
+        self._outcomes = deque(map(_AllSkipped, own["unknown"]))
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The learning rates in use; after a skip, see the delay of :func:`lr_scheduler_gate`."""
@@ -149,7 +147,7 @@ class LRSchedulerGate(LRScheduler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle, without the hook, as optimizers do. Synchronizes."""
-        attempts, outcomes = [*self._attempts], _known_outcomes(self._skips())
+        attempts, outcomes = [*self._attempts], deque(map(_AllSkipped, self._skips()))
         return {**vars(self), "_attempts": attempts, "_outcomes": outcomes, "_hook": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -221,11 +219,6 @@ class _AllSkipped(NamedTuple):
         for event in self.events:
             event.synchronize()
         return bool(self.skip > 0)
-
-
-def _known_outcomes(skips: list[bool]) -> deque[_AllSkipped]:
-    """The outcomes of calls of which the host knows already whether they were skips."""
-    return deque(map(_AllSkipped, skips))
 
 
 def _outcome(attempts: list[Tensor | None]) -> _AllSkipped:

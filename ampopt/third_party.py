@@ -129,10 +129,11 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 class ExtendedStep(HandwrittenStep):
-    """The strategy of an extended class, which may use names of ampopt's options for other things.
+    """The strategy of an extended class.
 
     Attributes:
-        names_of_theirs: these names.
+        names_of_theirs: which of the names ``skip_by`` and ``process_group`` the class uses for
+            something else.
     """
 
     names_of_theirs: frozenset[str] = frozenset()

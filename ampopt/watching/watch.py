@@ -96,7 +96,9 @@ class Watch:
             )
         self.optimizer = optimizer
         self._last, self._steps = last, 0
-        self._statistics = Statistics.empty(last, _memory(self._device))
+        on_host = self._device.type in devices.ACCELERATORS
+        memory = torch.device("cpu") if on_host else self._device
+        self._statistics = Statistics.empty(last, memory)
         self._found: deque[Found] = deque()  # what is not in the statistics yet
         self._places: dict[str, int] = {}  # of each name, in the statistics
         # Each parameter by id: itself, so that no other gets its id, and its name.
@@ -437,7 +439,7 @@ class Watch:
     def _grow(self) -> None:
         """Extend the statistics by parameters that were added to the optimizer.
 
-        One that replaces another there goes on in the statistics of its name.
+        A parameter that replaces another one there has its name, and so continues its statistics.
         """
         groups = self.optimizer.param_groups
         keys = list(map(id, gradients.params_of(groups)))
@@ -486,11 +488,6 @@ class Watch:
             raise RuntimeError(
                 f"{call}: this watch is closed; make another, ampopt.Watch(optimizer)"
             )
-
-
-def _memory(device: torch.device) -> torch.device:
-    """Where the statistics of the parameters on ``device`` are: for accelerators, the host."""
-    return torch.device("cpu") if device.type in devices.ACCELERATORS else device
 
 
 @torch.no_grad()
