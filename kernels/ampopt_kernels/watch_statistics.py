@@ -32,7 +32,7 @@ RING = 5
 """Numbers of a step; a number that the step does not have is ``NOT_GIVEN``."""
 NOT_GIVEN = -math.inf
 _UNSEEN = -1.0
-"""The largest gradient magnitude of a parameter that has had no gradient yet."""
+"""The largest gradient magnitude of a parameter of which no gradient is known yet."""
 
 
 class RecordedStep(NamedTuple):
@@ -78,8 +78,8 @@ class Statistics:
     """Everything that a watch has recorded. Numbers are of the ``widest`` dtype of their device.
 
     Attributes:
-        parameters: ``COLUMNS`` numbers for each parameter: largest gradient magnitude, -1 before
-            the first gradient; overflows; gradients that were not 0; those of them that float16
+        parameters: ``COLUMNS`` numbers for each parameter: largest gradient magnitude, -1 until
+            one is known; overflows; gradients that were not 0; those of them that float16
             would flush to 0; norm of the parameter when the watch began; then a ring buffer of the
             numbers of the last 16 steps in which the parameter overflowed.
         totals: skips in a row; skips by each cause.
@@ -156,6 +156,8 @@ class Statistics:
         assert found.measures is not None
         table, places = self.parameters, found.places
         square, largest, *counts = found.measures.to(table)[:, found.chunks]
+        # If all micro-batches were dropped, the sum is 0, and no gradient is known to be.
+        largest.masked_fill_((largest == 0) & (applied == 0), _UNSEEN)
         table[:, 0].scatter_reduce_(0, places, largest, "amax")
         table[:, 2:4].index_add_(0, places, torch.stack(counts, 1) * applied)
         squares = _in_order(square)

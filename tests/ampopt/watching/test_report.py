@@ -98,16 +98,18 @@ def test_a_spike_that_skip_when_skipped_was_not_applied():
 
 
 def test_steps_of_which_every_micro_batch_was_dropped_overflowed():
-    weight = Parameter(torch.ones(1))
-    optimizer = ampopt.SGD([("weight", weight)])
+    params = [Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = ampopt.SGD(params)
     watch = ampopt.Watch(optimizer)
-    for value in [1.0] * 2 + [INF] * 12:
-        weight.grad = torch.full_like(weight, value)
+    for _ in range(12):
+        for p, value in zip(params, (INF, 1.0), strict=True):
+            p.grad = torch.full_like(p, value)
         optimizer.accumulate(2.0, drop="micro_batch")
         optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert watch.read()["recent"][-1]["norm"] == 0.0  # of the sum of no micro-batch
-    said = "All steps from step 3 on have overflowed, 12 in a row. Nothing is being trained"
-    assert said in watch.report()
+    report = watch.report()
+    assert "All steps from step 1 on have overflowed, 12 in a row. Nothing is being" in report
+    assert "had only gradients of 0" not in report
 
 
 def test_a_report_names_the_largest_spike_that_was_applied():
