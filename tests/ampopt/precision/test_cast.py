@@ -140,10 +140,9 @@ def test_copies_and_pickles_are_independent_and_alike(copied, change):
 @pytest.mark.parametrize(
     ("change", "compiler"),
     [
-        (ampopt.cast, "eager"),
-        (ampopt.cast, "inductor"),
-        (ampopt.run_in, "eager"),
-        (ampopt.run_in, "aot_eager_decomp_partition"),  # as by Inductor, without its C++
+        (change, compiler)
+        for change in (ampopt.cast, ampopt.run_in)
+        for compiler in ("eager", "aot_eager_decomp_partition")  # as Inductor, without its C++
     ],
 )
 def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
