@@ -357,7 +357,7 @@ def root_of(mesh: Any) -> Any:
 def flatten(mesh: Any) -> Any:
     """``mesh`` with one dimension, so that one process group has all its ranks.
 
-    Gone: one all-reduce after another, by ``get_all_groups``, as for a mesh without names.
+    Gone: one all-reduce after another, over the groups of ``get_all_groups``.
     """
     return mesh._flatten()
 
