@@ -27,13 +27,6 @@ from ampopt.testing.bits import bits, everything
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def checked_sparse_tensors():
-    """Torch 2.11 warns of sparse tensors that it makes itself, unless checks are enabled."""
-    with torch.sparse.check_sparse_tensor_invariants():
-        yield
-
-
 class Sign(torch.optim.Optimizer):
     """A third-party optimizer: it steps by the sign of a mean, and counts steps in a tensor."""
 

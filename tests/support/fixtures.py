@@ -36,6 +36,8 @@ quick_interpreter.make_it_quick()
 # Hundreds of rules, dtypes and flags are compiled, twice as fast with few optimizations. Those of
 # users change no bit, as tests/ampopt_kernels/cpu shows, which has them.
 build.SPEED["-O"] = "-O1"
+# Without checks of sparse tensors, torch warns of them, also of those that it makes itself.
+torch.sparse.check_sparse_tensor_invariants.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,12 +46,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     assert torch.empty(3).isnan().all()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def checked_sparse_tensors():
-    """Enable checks of sparse tensors; otherwise torch warns about those that it creates itself."""
-    torch.sparse.check_sparse_tensor_invariants.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
