@@ -12,7 +12,7 @@ from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.step_decision import RUNNING, Check, Window
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.watch_statistics import CAUSES
+from ampopt_kernels.watch_statistics import number_of_cause
 
 __all__ = ["skip_when"]
 
@@ -242,7 +242,7 @@ class skip_when:
             deviations = given.get(f"{what}_deviations")
             if what not in given and deviations is None:
                 continue
-            check = Check(1.0 + CAUSES.index(what), float(what == "norm"), given.get(what, -1.0))
+            check = Check(number_of_cause(what), float(what == "norm"), given.get(what, -1.0))
             if deviations is not None:
                 check = check._replace(deviations=deviations, **of_deviations)
                 size = RUNNING if check.window is None else 2 + int(check.window.length)

@@ -35,6 +35,7 @@ from ampopt_kernels.watch_statistics import (
     Findings,
     RecordedStep,
     Statistics,
+    number_of_cause,
 )
 
 __all__ = ["Watch"]
@@ -204,7 +205,7 @@ class Watch:
         }
         numbers = as_dict(snapshot, alone=self._decides_alone())
         for entry, (cause, *_) in zip(numbers["recent"], snapshot.recent, strict=True):
-            entry["overflowed"] = cause == 1.0 + CAUSES.index("overflow")
+            entry["overflowed"] = cause == number_of_cause("overflow")
         return report.in_words(
             numbers,
             float16=any(p.dtype == torch.float16 for p in gradients.params_of(groups)),

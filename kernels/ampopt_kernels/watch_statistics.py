@@ -19,6 +19,7 @@ __all__ = [
     "Findings",
     "RecordedStep",
     "Statistics",
+    "number_of_cause",
 ]
 
 COUNTS = 5
@@ -33,6 +34,11 @@ RING = 5
 NOT_GIVEN = -math.inf
 _UNSEEN = -1.0
 """The largest gradient magnitude of a parameter of which no gradient is known yet."""
+
+
+def number_of_cause(cause: str) -> float:
+    """The number that stands for ``cause``, one of ``CAUSES``, in decisions and statistics."""
+    return 1.0 + CAUSES.index(cause)
 
 
 class RecordedStep(NamedTuple):
