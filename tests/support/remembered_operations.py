@@ -92,9 +92,8 @@ def _listened_to(
     parameters = ", ".join(f"v{i}" for i in range(len(operands)))
     names = {f"v{i}": listener.values[i] for i in listener.constant}
     names |= {"made": _made, "fields": fields}
-    names |= {f"m{i}": method for i, (method, _) in enumerate(listener.calls)}
-    calls = [call.format(f"m{i}") for i, (_, call) in enumerate(listener.calls)]
-    exec(f"def repeated({parameters}): " + "; ".join([*calls, ends]), names)
+    names |= {f"m{i}": method for i, method in enumerate(listener.methods)}
+    exec(f"def repeated({parameters}): " + "; ".join([*listener.calls, ends]), names)
     return result, names["repeated"]
 
 
@@ -112,7 +111,8 @@ class _Listener:
         values: the handles of the operands, and all arguments and results of the builder's methods.
         places: the index of each in ``values``, by its ``id``.
         constant: the indices of values that are the same for other operands.
-        calls: methods of the builder, and each one's call as source, with ``v2`` for value 2.
+        methods: the builder's methods that were called.
+        calls: the call of each as source, with ``m0`` for its method and ``v2`` for value 2.
         understood: whether the calls can be repeated.
     """
 
@@ -120,7 +120,8 @@ class _Listener:
         self.values: list[Any] = []
         self.places: dict[int, int] = {}
         self.constant: set[int] = set()
-        self.calls: list[tuple[Callable[..., Any], str]] = []
+        self.methods: list[Callable[..., Any]] = []
+        self.calls: list[str] = []
         self.understood = True
         for handle in operands:
             self._place(handle)
@@ -139,8 +140,9 @@ class _Listener:
             ):
                 self.constant.add(place)  # a type, a number, or a block of constants
             else:
-                call = f"v{place} = {{}}({', '.join(f'v{i}' for i in places)})"
-                self.calls.append((method, call))
+                self.methods.append(method)
+                given = ", ".join(f"v{i}" for i in places)
+                self.calls.append(f"v{place} = m{len(self.calls)}({given})")
             return result
 
         return ask
