@@ -71,7 +71,7 @@ PRINTED = {
         "{'overflow': 1, 'norm': 0, 'loss': 0} 2",
     ],
     "To skip more than overflows": ["{'overflow': 0, 'norm': 1, 'loss': 0}"],
-    "Once more, to find the module": [
+    "To find the module": [
         "loss 6 2",
         "the output of '2' (Linear) is not finite: float16",
     ],

@@ -65,8 +65,8 @@ class Watch:
     one for each ``accumulate``, in the background. Printing and :meth:`read` synchronize;
     :meth:`read_later` does not.
 
-    Traps: a plain call of a hand-written ``step()`` is counted, and not recorded. The
-    optimizer's state dict and copies do not contain the watch: save its own state dict. With
+    Traps: a plain call of a hand-written ``step()`` is counted, but its gradients are not recorded.
+    The optimizer's state dict and copies do not contain the watch: save its own state dict. With
     several ranks, use :meth:`gather`. See also :doc:`/guides/watching`.
 
     Attributes:
@@ -140,7 +140,7 @@ class Watch:
                     "parameters": {
                         "0.weight": {
                             "overflows": 2,
-                            "last_overflow": 88,  # the step, from 1; None without
+                            "last_overflow": 88,  # the step, from 1; None if there was none
                             "largest": 4.5,  # finite unscaled magnitude
                             "underflow": 0.01,  # fraction, over the steps that were not skipped
                             "only_zeros": False,  # whether all its gradients were 0 so far
