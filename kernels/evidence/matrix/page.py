@@ -30,8 +30,8 @@ the same cells share a row.
 - **graph**: `TrainStep(cuda_graph=True)`, run on a CPU. The test checks that the step reads no
   tensor on the host, because a capture requires that. **compile**: the step under `torch.compile`.
 - **DDP**, **FSDP2**, **TP**: in a process group of one rank; the tests in `tests/` use more.
-- **from torch**, **to torch**: a state dict saved in the middle of training loads into ampopt's
-  optimizer from torch's of that name, and into torch's from ampopt's, and training continues.
+- **from torch**, **to torch**: a state dict saved in the middle of training is loaded into ampopt's
+  optimizer from torch's of that name, or the other way round, and training continues.
 
 """
 
