@@ -82,8 +82,8 @@ class ElementwiseOptimizer(Optimizer):
     Stepping, scaling, skipping, replay, clipping and state are inherited. With a torch optimizer as
     a second base class, its constructor is used. No control point synchronizes, except with a
     closure. Parameters are float32, float64, float16, bfloat16, complex64 or complex128; arithmetic
-    is float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter;
-    step counts are 0-d tensors on its device.
+    is float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter or
+    master weight; step counts are 0-d tensors on its device.
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
     ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted, or is kept in 24
@@ -309,15 +309,15 @@ class ElementwiseOptimizer(Optimizer):
             check.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's. A parameter that never had a gradient has none.
+        """The state, as torch's. A parameter that never had a gradient has no entry.
 
         Codes of 8 bits are saved as ``exp_avg_codes`` and the like, and the low bits of a 24-bit
         master as ``master_param_codes``, so that no other program takes them for values.
 
         A parameter may have a master, or states of :meth:`run_rule`, but not yet the states of its
-        rule. Then they are saved with the initial values of the rule's states, because torch
-        expects a parameter to have all of its states, or none. A master alone that equals the
-        parameter is not saved (the comparison synchronizes).
+        rule. Then the initial values of the rule's states are saved as well, because torch expects
+        a parameter to have all of its states, or none. A master alone that equals the parameter is
+        not saved (the comparison synchronizes).
         """
         state_dict, runner = super().state_dict(), self._ampopt.runner
         states, every = state_dict["state"], (*self.rule.state, *self.rule.scalar_state)

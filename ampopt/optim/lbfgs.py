@@ -29,7 +29,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Args:
         params, lr, max_iter, max_eval, line_search_fn: as in ``torch.optim.LBFGS``.
         tolerance_grad, tolerance_change, history_size: likewise.
-        maximize: as in torch, which has had it since 2.14.1; before that, an error.
+        maximize: as in torch 2.14.1 and later; with earlier versions, an error.
         **options: see :class:`ampopt.options.OptimizerOptions`.
 
     Differs from torch: it can be copied and pickled.

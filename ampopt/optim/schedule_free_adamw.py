@@ -91,7 +91,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         self._switch(False)
 
     def check_step(self) -> None:
-        """Raise in evaluation mode, in which gradients are those of the average."""
+        """Raise in evaluation mode, in which gradients are computed at the average."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__} is in evaluation mode, where parameters are "

@@ -1,9 +1,9 @@
 """Property tests for optimizers under loss scaling; see ``README.md`` in this folder.
 
-``contract`` has the class that users inherit, ``claims`` what they may say of their optimizer,
-``invariants`` each property, and why it matters, and ``state_machine`` any sequence of calls.
-``blueprints`` describe examples, and ``strategies`` draw them. ``invariant`` makes a test of a
-property, and ``failures`` say what explains one that fails.
+``contract`` has the class that users inherit, and ``claims`` the attributes that they may set.
+``invariants`` has the properties, with the reason for each, and ``state_machine`` tests sequences
+of calls. ``strategies`` draw examples, as ``blueprints``. ``invariant`` makes a test of a property,
+and ``failures`` explains a test that fails.
 
 Needs the extra ``testing``: ``python -m pip install "ampopt[testing]"``.
 """

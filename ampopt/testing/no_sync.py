@@ -25,7 +25,7 @@ def assert_no_sync() -> Iterator[None]:
     torch's own detector is on as well (``torch.cuda.set_sync_debug_mode("error")``).
 
     Not caught without a device: copies from unpinned memory, an allocator that synchronizes, a
-    custom kernel that reads memory past torch, and ``t.to("cpu")`` of a CPU tensor, which copies
+    custom kernel that reads memory itself, and ``t.to("cpu")`` of a CPU tensor, which copies
     nothing. On the CPU a hand-written ``step()`` and the CPU backends do read tensors, because
     nothing waits there: use :func:`ampopt.testing.as_on_a_device` around the whole life of the
     optimizer to have them behave as on a device. Not for use across threads.

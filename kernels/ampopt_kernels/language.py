@@ -156,7 +156,7 @@ def div_rn(x, y):
 def maximum(a, b):
     """The larger of ``a`` and ``b``, and NaN if either is, as in torch.
 
-    ``tl.maximum`` by itself drops NaN on accelerators, so a rule's average would forget one.
+    ``tl.maximum`` by itself drops NaN on accelerators, so a rule's average would lose it.
     """
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 

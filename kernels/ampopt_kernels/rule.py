@@ -86,8 +86,8 @@ class Rule:
         hyper: names of param-group entries, each a number or one-element tensor, in the order of
             ``h``. A tuple entry, such as ``betas``, is flattened.
         state: the tensors kept for each parameter. A function of the rule gets those that exist
-            under the flags and have one value for each element, in their order; ``reduce`` and
-            ``update`` then get the means of ``averages``, or what ``factors`` made of them.
+            under the flags and have one value for each element, in their order; for ``reduce`` and
+            ``update``, the means of ``averages``, or what ``factors`` made of them, follow.
         flags: names of entries of the param group, or of ``entries``. A flag is true if its entry
             is truthy. Code under a false flag is not compiled, so a ``weight_decay`` of 0 can cost
             nothing. A tensor counts as true; a string is an error.
