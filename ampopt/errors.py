@@ -13,7 +13,7 @@ class NonFiniteGradientError(FloatingPointError):
 
     Attributes:
         reason: ``"loss"`` if the loss itself is not finite, so that no scale can help;
-            ``"replays"`` if the gradients still overflowed in the last replay.
+            ``"replays"`` if gradients overflowed in the last replay, or under a static scale.
         parameters: the names of the parameters whose gradients are not finite, as
             ``named_parameters()`` gave them to the optimizer, else group and position.
         module: the name of the first module that returned inf or NaN, if the call ran within

@@ -142,8 +142,8 @@ class DynamicLossScale(LossScale):
     def like(cls, name: str, **overrides: Any) -> "DynamicLossScale":
         """A scale with the settings and the counting of another system.
 
-        The column "grows after" has the finite steps before the first growth, and between later
-        ones; ``N`` is ``growth_interval``, also where you override it::
+        The column "grows after" has the finite steps from the start or an overflow to a growth, and
+        from one growth to the next; ``N`` is ``growth_interval``, also where you override it::
 
             name          init   N     grows after    hysteresis        floor   ceiling
             torch         2**16  2000  N, N           1                 -       -
