@@ -52,12 +52,12 @@ class StepResult(NamedTuple):
     def overflowed(self) -> list[str]:
         """The names of the parameters whose gradients overflowed in this step. Synchronizes.
 
-        It may be read at any time after the step, which has recorded the names on the device. They
-        are those that ``named_parameters()`` gave to the optimizer, else group and position.
-        Parameters that overflowed in a micro-batch that ``accumulate`` dropped are included, even
-        though the step was applied. The list is empty in three cases: nothing overflowed; only the
-        flag is known, as in a step after ``scaler.unscale_`` of torch's scaler; or the result was
-        copied or loaded.
+        The list may be read at any time after the step, which has recorded it on the device. A name
+        is what ``named_parameters()`` gave to the optimizer, else group and position. Parameters
+        that overflowed in a micro-batch that ``accumulate`` dropped are included, even though the
+        step was applied. The list is empty in three cases: nothing overflowed; only the flag is
+        known, as in a step after ``scaler.unscale_`` of torch's scaler; or the result was copied or
+        loaded.
 
         If ranks skip together, the names are those of parameters whose shard on this rank
         overflowed. A last entry names the other ranks that found an overflow, as ``"rank 3"`` or

@@ -60,9 +60,9 @@ class Watch:
     by cause, and scale, norm and loss of the last steps. The loss is that of a closure, of
     ``TrainStep``, or of ``unscale_and_step(..., loss=loss)``.
 
-    Parameters and states stay bitwise the same as without a watch. It costs some work where
-    gradients are read; on an accelerator also at most eight small copies to the host a step, and
-    one for each ``accumulate``, in the background. Printing and :meth:`read` synchronize;
+    Parameters and states stay bitwise the same as without a watch. A watch costs some work
+    where gradients are read; on an accelerator also at most eight small copies to the host a step,
+    and one for each ``accumulate``, in the background. Printing and :meth:`read` synchronize;
     :meth:`read_later` does not.
 
     Traps: a plain call of a hand-written ``step()`` is counted, but its gradients are not recorded.
