@@ -267,7 +267,7 @@ class DynamicLossScale(LossScale):
 
         tensors = self._tensors(scale, growth, budget)
         value, counters = (to_device(t, self._value.device) for t in tensors)
-        self._schedule, self._policy = schedule, schedule.policy
+        self._schedule, self._policy, self._collapse = schedule, schedule.policy, Collapse()
         self._set(value, counters, self._placed)
 
     def _settings(self) -> dict[str, Any]:

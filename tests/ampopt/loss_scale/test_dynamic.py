@@ -115,6 +115,16 @@ def test_a_copy_warns_by_itself():
     assert len(told(copy.deepcopy(scale).item)) == 1
 
 
+def test_a_scale_that_went_back_to_a_checkpoint_warns_when_it_falls_again():
+    checkpoint = ampopt.DynamicLossScale().state_dict()
+    scale = fallen(41)
+    assert len(told(scale.item)) == 1
+    scale.load_state_dict(checkpoint)
+    for _ in range(41):
+        scale = scale.next(True)
+    assert len(told(scale.item)) == 1
+
+
 class TestSchedule:
     @given(
         init=st.one_of(powers, normal_numbers),
