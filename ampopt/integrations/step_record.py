@@ -86,8 +86,7 @@ class StepRecord:
             state_dict: what :meth:`state_dict` returned.
         """
         self._steps, skips = state_dict["steps"], state_dict["skips"]
-        if skips is not None:
-            self._last = {**self._last, "skips": torch.tensor(float(skips))}
+        self._last = {} if skips is None else {"skips": torch.tensor(float(skips))}
         if self._watch is not None and state_dict["watch"] is not None:
             try:
                 self._watch.load_state_dict(state_dict["watch"])

@@ -44,6 +44,20 @@ def test_steps_and_skips_are_counted():
     assert record.read()["steps"] == 6
 
 
+def test_a_record_that_loads_counts_forgets_its_own():
+    param = parameter()
+    optimizer = ampopt.AdamW([param])
+    record = StepRecord(optimizer)
+    states = [record.state_dict()]
+    stepped(optimizer, param, INF)
+    states.append(record.state_dict())
+    stepped(optimizer, param, INF, max_norm=1.0)
+    record.load_state_dict(states[1])
+    assert record.read() == {"skips": 1, "steps": 1}
+    record.load_state_dict(states[0])
+    assert record.read() == {"steps": 0}
+
+
 def test_a_step_without_a_flag_leaves_the_counts_on_the_device():
     """A meta tensor has no numbers, so that a copy to the CPU, which waits, raises an error."""
 
