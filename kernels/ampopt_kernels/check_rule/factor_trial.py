@@ -47,11 +47,14 @@ def check(rule: Rule, flags: tuple[bool, ...], n_h: int, owner: str) -> None:
             raise function.refused("a rule changes an argument in place", None)
         return tuple(map(tuple, function.pair(result, "two tuples, as (state, factors)")))
 
-    def stack_of(lines: Iterable[str]) -> tuple[Tensor, ...]:
+    def stack_of(lines: Iterable[str], first: float) -> tuple[Tensor, ...]:
         shapes = [(2, *shape_of_lines((2, 3), over)) for over in lines]
-        return tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
+        return tuple(
+            torch.arange(first, first + math.prod(s), device="cpu").view(s) for s in shapes
+        )
 
-    means, states = stack_of(over), stack_of(str(part.shape) for part in parts)
+    # Between equal numbers an average is that number, and one written in place would change none.
+    means, states = stack_of(over, 1.0), stack_of((str(part.shape) for part in parts), 3.0)
     number = torch.full((), 0.5, device="cpu")
     stacked = results(means, states, (number.expand(2, 1, 1),) * n_h)
     for place in range(2):
