@@ -70,7 +70,8 @@ class Claims:
             called while gradients are present: it must return ``(found_inf, scale)``, change
             nothing if gradients overflow, and otherwise do what it does without a scale on unscaled
             gradients. Other methods are called without arguments.
-        leaves_gradients (bool, default True): ``step_after_unscale`` does not write to ``p.grad``.
+        leaves_gradients (bool, default True): ``step_after_unscale`` does not write to ``p.grad``,
+            nor keep it as a state.
         checkpoints (bool, default True): ``state_dict`` holds the whole state, and ``torch.load``
             reads it with its default, ``weights_only=True``.
         deepcopies (bool, default True): ``copy.deepcopy`` of optimizer and parameters trains like

@@ -564,6 +564,14 @@ class DecaysGradient(Decayed):
         return p.grad.add_(p, alpha=0.25)
 
 
+@planted("keeps ``p.grad`` itself as the last gradient", "a_step_leaves_gradients_alone")
+class KeepsLastGradient(Decayed):
+    def one(self, p, g, state, lr, group):
+        last = state.get("last", g)
+        super().one(p, g + (g - last) / 2, state, lr, group)
+        state["last"] = g
+
+
 @planted(
     "keeps the learning rate that it was made with", "a_new_learning_rate_is_that_of_the_next_step"
 )

@@ -11,7 +11,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import ampopt
-from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits
+from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits, state_of
 from ampopt.testing.blueprints import History, Scale, set_gradients
 from ampopt.testing.claims import Claims
 from ampopt.testing.invariant import invariant
@@ -110,10 +110,12 @@ class Calls(Claims):
 
     @invariant(claim="leaves_gradients", history=ending_well)
     def test_a_step_leaves_gradients_alone(self, make: Any, history: History) -> None:
-        """``step_after_unscale`` writes to no ``p.grad``.
+        """``step_after_unscale`` writes to no ``p.grad``, and keeps none as a state.
 
         Gradients are logged and accumulated after the step. A step that adds weight decay to them
-        in place adds it again with the next micro-batch.
+        in place adds it again with the next micro-batch. And the next gradients may be written to
+        the same tensors, after ``zero_grad(set_to_none=False)`` or by a data-parallel wrapper: they
+        would replace a momentum that is ``p.grad`` and not a copy of it.
         """
         trained = start(make, history)
         for step in history.steps:
@@ -123,6 +125,10 @@ class Calls(Claims):
             trained.optimizer.step_after_unscale()
             after = bits([p.grad for p in trained.params])
             assert_same(after, before, "the step wrote to p.grad")
+            states = state_of(trained.optimizer)
+            trained.optimizer.zero_grad(set_to_none=False)
+            kept = "zeroing p.grad changed a state that is p.grad: keep p.grad.clone()"
+            assert_same(state_of(trained.optimizer), states, kept)
 
     # --- learning rates --------------------------------------------------------------------------
 
