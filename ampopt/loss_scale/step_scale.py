@@ -126,7 +126,6 @@ def next_scale_of(scale: AnyScale | None, decision: Decision | None) -> Any:
     policy_decision: Any = decision  # has the next scale and counters if the scale has a policy
     next_scale = scale._with(policy_decision.scale, policy_decision.counters)
     coefficients = decision.coefficients  # no tensor if the host has read it, and so the scale, too
-    host_skips = not isinstance(coefficients, Tensor) and coefficients.skip > 0
-    if host_skips and isinstance(next_scale, LossScale):
-        next_scale.item()  # warns of a scale that has collapsed
+    if not isinstance(coefficients, Tensor) and coefficients.skip > 0:
+        next_scale.item()  # a dynamic scale that has collapsed warns
     return next_scale
