@@ -89,7 +89,9 @@ _BY_PATTERN = {
         "Compute a new value, as average = state[0] + g, and return it in a new tuple"
     ),
     r"attribute '\w*[a-z]_'": "Compute a new value, as p - lr * g, and return it",
-    r"'tuple'": "h, state and flags are tuples: unpack them, as (m,) = state, or read state[0]",
+    r"'tuple'|to tuple|multiply sequence": (
+        "h, state and flags are tuples: unpack them, as (m,) = state, or read state[0]"
+    ),
     r"unexpected keyword argument": "Pass arguments by position",
     r"Cannot access global variable": (
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
@@ -117,7 +119,7 @@ _NAMES = (
     r"uses tl\.(\w+), which not every",
     r"has no attribute '(\w+)'",
     r"cannot call (?:.*\.)?(\w+)$",
-    r"^(\w+)\(\) argument",
+    r"^_?(\w+)\(\) (?:argument|missing|takes)",
     r"define __(\w+)__ method",
 )
 """Patterns of messages about a function; the group is its name."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_close, everything
-from ampopt_kernels import Rule, State, as_float32, jit, maximum, minimum, tl
+from ampopt_kernels import Rule, State, as_float32, jit, maximum, minimum, rand, sign, tl
 from ampopt_kernels.check_rule import by_triton
 from ampopt_kernels.cpu.cpp import Kind, source_of
 
@@ -307,11 +307,25 @@ def unpacks_without_a_comma(p, g, state, h, flags):
     return p - h[0] * average, state
 
 
+@jit
+def multiplies_without_a_comma(p, g, state, h, flags):
+    average = state
+    return p - 0.5 * average, state  # pyright: ignore
+
+
+@jit
+def adds_without_a_comma(p, g, state, h, flags):
+    average = state
+    return p - (average + 0.5), state  # pyright: ignore
+
+
 @pytest.mark.parametrize(
     ("function", "line", "instead"),
     [
         (forgets_to_unpack_h, 2, "Unpack h, state or flags first, as lr, beta = h. The rule decl"),
         (unpacks_without_a_comma, 3, "unpack them, as (m,) = state, or read state[0]"),
+        (multiplies_without_a_comma, 3, "unpack them, as (m,) = state"),
+        (adds_without_a_comma, 3, "unpack them, as (m,) = state"),
     ],
 )
 def test_a_tuple_that_is_not_unpacked_is_refused_with_how_to_unpack_it(function, line, instead):
@@ -415,9 +429,21 @@ def subtracts_truth_values(p, g, state, h, flags):
     return p - h[0] * ((g > 0) - (g < 0)), state
 
 
+@jit
+def draws_without_a_seed(p, g, state, h, flags, at):
+    return p - h[0] * rand(at), state  # pyright: ignore
+
+
+@jit
+def gives_sign_two_numbers(p, g, state, h, flags):
+    return p - h[0] * sign(g, p), state  # pyright: ignore
+
+
 @pytest.mark.parametrize(
     ("function", "instead"),
     [
+        (draws_without_a_seed, "Write rand(seed, step, at)"),
+        (gives_sign_two_numbers, "Write sign(x)"),
         (signs, "tl.sign, which not every backend has. Write sign(x)"),
         (sums_up, "Rule(reduce=)"),
         (reads_by_name, "by position, as h[0]"),
