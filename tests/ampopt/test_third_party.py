@@ -639,6 +639,18 @@ def test_attributes_of_their_class_keep_their_meaning(name, on_class, patched):
     assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
 
 
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("skip_by", ["auto", "step"])
+def test_skip_by_of_an_instance_decides(skip_by, patched):
+    params = some_params()
+    optimizer: Any = patch_optimizer(Sign(params)) if patched else extend(Sign)(params)
+    optimizer.skip_by = skip_by
+    set_gradients(optimizer, INF, 1.0)
+    assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
+    # "step" leaves the skip to the step, and that of Sign reads no flag.
+    assert bool(optimizer.state) is (skip_by == "step")
+
+
 def test_attributes_of_an_instance_with_a_step_of_its_own_keep_their_meaning():
     optimizer: Any = Sign(some_params())
     optimizer.skip_by, optimizer.step = ["theirs"], optimizer.step
