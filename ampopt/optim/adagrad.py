@@ -37,8 +37,10 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
         differentiable: run torch's own step.
         **options: see :class:`ampopt.options.RuleOptions`.
 
-    Differs from torch: the step count moves to the parameter's device at the first step. Updates of
-    float16 and bfloat16 parameters are computed in float32 and rounded once.
+    Differs from torch: the step count moves to the parameter's device at the first step. A group
+    that is added later may have an ``initial_accumulator_value`` of its own; torch takes that of
+    the constructor. Updates of float16 and bfloat16 parameters are computed in float32 and rounded
+    once.
     """
 
     rule = rules.adagrad
