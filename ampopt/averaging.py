@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampopt._argument_checks import check_bool, check_number
 from ampopt._step.sharding import dtensor
+from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest
@@ -127,28 +128,58 @@ class SkipAwareAverage(AveragedModel):
         for pair in pairs:
             _check_placed_alike(*pair)
         alike, count = map(_alike, pairs), self.n_averaged
+        buffers = zip(self.module.buffers(), model.buffers(), strict=True)
+        copied = () if self.use_buffers else map(_alike, buffers)
         skipped = self._last_steps.were_skipped(count.device)
-        if self.avg_fn is None and self.multi_avg_fn is None:
-            self._average_together(alike, skipped)
-        else:
-            is_first = count == 0
-            for average, value, new in self._by_own_function(alike):
-                new = torch.where(_on(average, is_first), value, new)
-                average.copy_(torch.where(_on(average, skipped), average, new))
-        if not self.use_buffers:
-            buffers = zip(self.module.buffers(), model.buffers(), strict=True)
-            for batch in _batches(map(_alike, buffers)):
+        if not backend_for(count.device).host_sees:
+            self._average_unless(skipped, alike)
+            for batch in _batches(copied):
                 batch.store(torch.where(_on(batch.average, skipped), batch.average, batch.value))
+        elif not skipped:
+            self._average_in_place(alike)
+            for averages, values in _by_kind(copied):
+                _foreach_copy(averages, values)
         count += ~skipped
 
-    def _average_together(self, pairs: Iterable[tuple[Tensor, Tensor]], skipped: Tensor) -> None:
-        """Write the new averages by a few operations for each device and dtype.
+    def _average_in_place(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Write the new averages as torch does, where the host may read their number.
+
+        Args:
+            pairs: each average and its value.
+        """
+        count = int(self.n_averaged)
+        weight = 1 / (count + 1) if self.decay is None else 1 - self.decay
+        for averages, values in _by_kind(pairs):
+            if count == 0:
+                _foreach_copy(averages, values)
+            elif self._has_own_function:
+                self._call_own_function(averages, values)
+            elif averages[0].is_floating_point():
+                torch._foreach_lerp_(averages, values, weight)  # pyright: ignore[reportPrivateImportUsage]
+            else:
+                for average, value in zip(averages, values, strict=True):
+                    average.copy_(_of_whole_numbers(average, value, count, self.decay))
+
+    def _average_unless(self, skipped: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Write the new averages on a device, unless ``skipped``, without synchronizing.
 
         Averages are written only with ``torch.where``: an interpolation of weight 0 would change
         -0.0, and would turn averages that are not finite into NaN.
+
+        Args:
+            skipped: whether the last step was skipped: bool, 0-d.
+            pairs: each average and its value.
         """
         count = self.n_averaged
         is_first = count == 0
+        if self._has_own_function:
+            for averages, values in _by_kind(pairs):
+                new_averages = [average.clone() for average in averages]
+                self._call_own_function(new_averages, values)
+                for average, value, new in zip(averages, values, new_averages, strict=True):
+                    new = torch.where(_on(average, is_first), value, new)
+                    average.copy_(torch.where(_on(average, skipped), average, new))
+            return
         wide = widest(count.device)  # torch rounds this to float32, even for float64 parameters
         weight = 1 / (count + 1).to(wide) if self.decay is None else 1 - self.decay
         for batch in _batches(pairs):
@@ -160,25 +191,41 @@ class SkipAwareAverage(AveragedModel):
             new = torch.where(_on(average, is_first), value, new)
             batch.store(torch.where(_on(average, skipped), average, new))
 
-    def _by_own_function(
-        self, pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each average, its value, and the new average that the caller's function returns."""
+    @property
+    def _has_own_function(self) -> bool:
+        """Whether the caller has given a function that averages."""
+        return self.avg_fn is not None or self.multi_avg_fn is not None
+
+    def _call_own_function(self, averages: list[Tensor], values: list[Tensor]) -> None:
+        """Write the results of the caller's function into ``averages``.
+
+        Args:
+            averages: the averages of one device and dtype.
+            values: their values.
+        """
         count = self.n_averaged.clamp(min=1)  # torch does not average, and so pass 0, at first
-        if self.avg_fn is not None:
-            for average, value in pairs:
-                new = self.avg_fn(average, value, _on(average, count)).to(average.dtype)
-                yield average, value, new
-            return
-        by_kind: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for average, value in pairs:
-            of_kind = by_kind.setdefault((average.device, average.dtype), [])
-            of_kind.append((average, value, average.clone()))
-        for (device, _), of_kind in by_kind.items():
-            _, values, new = map(list, zip(*of_kind, strict=True))
+        count = to_device(count, averages[0].device)
+        if self.avg_fn is None:
             multi_avg_fn: Any = self.multi_avg_fn
-            multi_avg_fn(new, values, to_device(count, device))
-            yield from of_kind
+            multi_avg_fn(averages, values, count)
+            return
+        for average, value in zip(averages, values, strict=True):
+            average.copy_(self.avg_fn(average, value, count))
+
+
+_foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _by_kind(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The averages and the values in ``pairs``, those of one device and dtype together."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, value in pairs:
+        averages, values = kinds.setdefault((average.device, average.dtype), ([], []))
+        averages.append(average)
+        values.append(value)
+    yield from kinds.values()
 
 
 class _Batch:
@@ -199,8 +246,7 @@ class _Batch:
         """Write ``elements``, in the order of :attr:`average`, into the averages."""
         parts = elements.split([average.numel() for average in self._averages])
         views = [part.view(a.shape) for part, a in zip(parts, self._averages, strict=True)]
-        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(self._averages, views)
+        _foreach_copy(self._averages, views)
 
 
 def _joined_elements(tensors: list[Tensor]) -> Tensor:
@@ -360,7 +406,7 @@ def _lerp(average: Tensor, value: Tensor, weight: Any) -> Tensor:
     return torch.lerp(average.to(dtype), value.to(dtype), weight).to(average.dtype)
 
 
-def _of_whole_numbers(average: Tensor, value: Tensor, count: Tensor, decay: float | None) -> Tensor:
+def _of_whole_numbers(average: Tensor, value: Tensor, count: Any, decay: float | None) -> Tensor:
     """The average of integers as torch computes it; bools, which torch refuses, are copied."""
     if average.dtype == torch.bool:
         return value
