@@ -52,8 +52,8 @@ class Failure:
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
         first, *more = lines or ["no message"]
         # Below a message, pytest shows the values of the assertion, as in "assert not 1".
-        told = [line for line in more if not line.startswith("assert ")]
-        yield "    " + _cut(" ".join([first, *told[:1]]))
+        told = [line for line in more[:1] if not line.startswith("assert ")]
+        yield "    " + _cut(" ".join([first, *told]))
         for cause in self.causes:
             yield "    " + _cut(f"likely: {cause}")
         if self.explanations:

@@ -137,7 +137,7 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
 
 def test_a_summary_leaves_out_the_values_that_pytest_shows_of_an_assertion():
     messages = (
-        "1 of 2 moved\nassert not 1",
+        "1 of 2 moved\nassert not 1\n +  where 1 = f()",
         "assert 1 == 2",
         "it differs:\n  [0] is 1\n  [1] is 2",
     )
