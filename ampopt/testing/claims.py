@@ -54,7 +54,8 @@ class Claims:
             step uses signs, rounds coarsely or draws random numbers.
         independent_parameters (bool, default True): the update of a parameter depends on no other
             parameter, nor on the order of parameters and groups.
-        zero_lr_is_still (bool, default True): with a learning rate of 0 no parameter changes.
+        zero_lr_is_still (bool, default True): with a learning rate of 0 no parameter changes, not
+            even by rounding, as by ``0.9 * p + 0.1 * z`` where ``z`` equals ``p``.
         finite_steps (bool, default True): steps with finite gradients leave parameters finite.
         huge_gradients (bool, default True): a step accepts finite gradients of any size. Set it to
             False for an optimizer whose linear algebra raises on huge numbers.
