@@ -399,6 +399,7 @@ def _summed(p, g, state, h, flags):
         ({"averages": _one_term}, r"returned 1 terms, .* averaged over \('rows', 'columns'\)"),
         ({"averages": _summed}, r"g.sum\(\).*A rule is elementwise"),
         ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
+        ({"factors": lambda means, state, h, flags: (means, (1.0, 1.0))}, r"\['float', 'float'\]"),
         (
             {"factors": lambda means, state, h, flags: (means, h[9])},
             r"test_row_column_means.py:\d+.*h\[9\]",
