@@ -406,6 +406,7 @@ def _summed(p, g, state, h, flags):
         ),
         ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
         ({"factors": lambda m, state, h, flags: (m, (m[0] / m[0].mean(), m[1]))}, "in a stack"),
+        ({"factors": lambda m, state, h, flags: (m, (torch.ones(2, 1), m[1]))}, "in a stack"),
         ({"factors": lambda m, state, h, flags: (m, (m[0].add_(1.0), m[1]))}, "in place"),
         ({"factors": lambda m, s, h, flags: ((s[0].lerp_(m[0], 0.5), s[1]), m)}, "in place"),
     ],
