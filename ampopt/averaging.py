@@ -154,11 +154,13 @@ class SkipAwareAverage(AveragedModel):
                 _foreach_copy(averages, values)
             elif self._has_own_function:
                 self._call_own_function(averages, values)
-            elif averages[0].is_floating_point():
+            elif (
+                averages[0].is_floating_point() and averages[0].itemsize > 1
+            ):  # torch has no float8
                 torch._foreach_lerp_(averages, values, weight)  # pyright: ignore[reportPrivateImportUsage]
             else:
                 for average, value in zip(averages, values, strict=True):
-                    average.copy_(_of_whole_numbers(average, value, count, self.decay))
+                    average.copy_(self._new_average(average, value, weight, count))
 
     def _average_unless(self, skipped: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Write the new averages on a device, unless ``skipped``, without synchronizing.
@@ -184,12 +186,22 @@ class SkipAwareAverage(AveragedModel):
         weight = 1 / (count + 1).to(wide) if self.decay is None else 1 - self.decay
         for batch in _batches(pairs):
             average, value = batch.average, batch.value
-            if average.is_floating_point():
-                new = _lerp(average, value, weight)
-            else:
-                new = _of_whole_numbers(average, value, _on(average, count), self.decay)
+            new = self._new_average(average, value, weight, _on(average, count))
             new = torch.where(_on(average, is_first), value, new)
             batch.store(torch.where(_on(average, skipped), average, new))
+
+    def _new_average(self, average: Tensor, value: Tensor, weight: Any, count: Any) -> Tensor:
+        """The new average of ``average`` and ``value``, which are of one device and dtype.
+
+        Args:
+            average: the average.
+            value: its value.
+            weight: the weight of the value: a number, or 0-d on any device.
+            count: the number of values in the average: a number, or 0-d on their device.
+        """
+        if average.is_floating_point():
+            return _lerp(average, value, weight)
+        return _of_whole_numbers(average, value, count, self.decay)
 
     @property
     def _has_own_function(self) -> bool:

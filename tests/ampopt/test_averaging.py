@@ -195,6 +195,22 @@ def test_on_a_cpu_it_takes_no_more_operations_than_torchs(layer, decay):
     assert mine.total() <= counted(lambda: theirs.update_parameters(model)).total()
 
 
+@pytest.mark.usefixtures("backend")
+def test_parameters_in_8_bits_are_averaged_in_float32():
+    """An ``AveragedModel`` refuses them."""
+    model = nn.Linear(3, 2)
+    codes = nn.Parameter(torch.ones(2, dtype=torch.float8_e4m3fn), requires_grad=False)
+    model.register_parameter("codes", codes)
+    optimizer = ampopt.SGD([model.weight], lr=0.5)
+    average: Any = ampopt.averaged(model, optimizer, 0.75)
+    for value, gradient in ((1.0, 1.0), (3.0, 1.0), (8.0, INF)):
+        codes.copy_(torch.full((2,), value))
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+    assert average.module.codes.float().tolist() == [1.5, 1.5]
+
+
 class ManyLayouts(nn.Module):
     """Parameters in several layouts, with values that an interpolation of weight 0 would change."""
 
