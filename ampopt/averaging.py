@@ -154,11 +154,9 @@ class SkipAwareAverage(AveragedModel):
                 _foreach_copy(averages, values)
             elif self._has_own_function:
                 self._call_own_function(averages, values)
-            elif (
-                averages[0].is_floating_point() and averages[0].itemsize > 1
-            ):  # torch has no float8
+            elif averages[0].is_floating_point() and averages[0].itemsize > 1:
                 torch._foreach_lerp_(averages, values, weight)  # pyright: ignore[reportPrivateImportUsage]
-            else:
+            else:  # integers and float8, between which torch does not interpolate
                 for average, value in zip(averages, values, strict=True):
                     average.copy_(self._new_average(average, value, weight, count))
 
@@ -215,8 +213,8 @@ class SkipAwareAverage(AveragedModel):
             averages: the averages of one device and dtype.
             values: their values.
         """
-        count = self.n_averaged.clamp(min=1)  # torch does not average, and so pass 0, at first
-        count = to_device(count, averages[0].device)
+        # torch does not average, and so pass 0, at first.
+        count = _on(averages[0], self.n_averaged.clamp(min=1))
         if self.avg_fn is None:
             multi_avg_fn: Any = self.multi_avg_fn
             multi_avg_fn(averages, values, count)
