@@ -11,7 +11,7 @@ from ampopt.testing.blueprints import Blueprint, History, number_of
 __all__ = [
     "Failure",
     "Summary",
-    "explained",
+    "explanations_of",
     "of_example",
     "summary_of",
 ]
@@ -35,7 +35,6 @@ class Failure:
         order: sort key; the smallest example is reported first.
         message: the error message.
         explanations: claims to set if the optimizer is not meant to keep the invariant.
-        causes: likely faults of the optimizer, without which the example passes.
     """
 
     test: str
@@ -43,7 +42,6 @@ class Failure:
     order: tuple[int, ...]
     message: str
     explanations: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> Iterator[str]:
@@ -54,8 +52,6 @@ class Failure:
         # Below a message, pytest shows the values of the assertion, as in "assert not 1".
         told = [line for line in more[:1] if not line.startswith("assert ")]
         yield "    " + _cut(" ".join([first, *told]))
-        for cause in self.causes:
-            yield "    " + _cut(f"likely: {cause}")
         if self.explanations:
             yield "    " + _cut(f"if it is not meant to: {', or '.join(self.explanations)}")
 
@@ -66,7 +62,6 @@ def of_example(
     example: Mapping[str, Any],
     claims: Iterable[str],
     passes: Callable[[Mapping[str, Any]], bool],
-    positive: Iterable[str] = (),
 ) -> Failure:
     """Describe the failure of an invariant that needs ``claims`` on the arguments ``example``.
 
@@ -76,48 +71,36 @@ def of_example(
         example: the arguments, shrunk; ``history`` is one of them.
         claims: claims that the invariant needs.
         passes: whether the invariant holds for other arguments.
-        positive: names of the states that are declared positive.
     """
     history = example["history"]
     elements = sum(p.numel for p in history.params)
     order = elements, len(history.params), len(history.steps)
-    failure = Failure(test, history.size, order, str(error))
-    in_few_bits = _in_full_precision(example) != example
-    signed = {name: {**example, "signed": name} for name in positive if in_few_bits}
-    return explained(failure, example, claims, _LIMITS, signed, passes)
+    explanations = explanations_of(example, claims, _LIMITS, passes)
+    return Failure(test, history.size, order, str(error), explanations)
 
 
-def explained(
-    failure: Failure,
+def explanations_of(
     example: Example,
     claims: Iterable[str],
     limits: Mapping[str, Callable[[Example], Example]],
-    signed: Mapping[str, Example],
     passes: Callable[[Example], bool],
-) -> Failure:
-    """``failure``, with the claims that would exclude it, the likeliest first, and its causes.
+) -> tuple[str, ...]:
+    """The claims that would exclude the failure of a test, the likeliest first.
 
     A claim that limits the examples, such as ``any_layout``, is among them if the test passes once
     the example is changed to keep within it. A claim without which there is no such test comes
     last.
 
     Args:
-        failure: the failure of a test.
         example: the shrunk example.
         claims: claims that the test needs.
         limits: for each claim that limits the examples, how to keep an example within it.
-        signed: for each state that is declared positive, the example with it kept as any other.
         passes: whether the test passes with another example.
     """
     others = ((hint, change(example)) for hint, change in limits.items())
     hints = [hint for hint, other in others if other != example and passes(other)]
     hints += [f"{claim} = False" for claim in claims if claim != "plain_steps"]
-    causes = (
-        f"State({name!r}, positive=True) becomes negative: remove positive=True"
-        for name, other in signed.items()
-        if passes(other)
-    )
-    return replace(failure, explanations=tuple(dict.fromkeys(hints)), causes=tuple(causes))
+    return tuple(dict.fromkeys(hints))
 
 
 def _of_history(change: Callable[[History], History]) -> _Limit:

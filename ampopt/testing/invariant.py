@@ -15,7 +15,7 @@ from hypothesis.vendor.pretty import pretty
 
 from ampopt.testing import failures
 from ampopt.testing.isolation import apart
-from ampopt.testing.making import maker, positive_states
+from ampopt.testing.making import maker
 
 __all__ = ["as_test", "check_claims", "invariant", "marked_function", "run_once", "settings_of"]
 
@@ -121,10 +121,7 @@ def _explain(contract: Any, name: str, body: Any, error: BaseException, example:
             return False
         return True
 
-    positive = positive_states(maker(contract, example.get("options", {})))
-    contract.failure = failures.of_example(name, error, example, claims, passes, positive)
-    for cause in contract.failure.causes:
-        hypothesis.note(f"The likely cause: {cause}.")
+    contract.failure = failures.of_example(name, error, example, claims, passes)
     for explanation in contract.failure.explanations:
         hypothesis.note(f"If it is not meant to: {explanation} in {cls}.")
 
@@ -159,10 +156,9 @@ def run_once(
     options: Mapping[str, Any] = MappingProxyType({}),
     on_device: bool = False,
     state_bits: int = 32,
-    signed: str | None = None,
     **example: Any,
 ) -> None:
     """Run an invariant once on drawn arguments, on the CPU or as on a device."""
-    make = maker(self, options, state_bits=state_bits, signed=signed)
+    make = maker(self, options, state_bits=state_bits)
     with apart(on_device):
         body(self, make, **example)

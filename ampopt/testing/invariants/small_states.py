@@ -40,10 +40,10 @@ class SmallStates(Claims):
     def test_small_states_are_near_full_ones(self, make: Any, history: History, bits: int) -> None:
         """A state in 8 or 16 bits is near the same state in 32 bits, and where that is 0, it is 0.
 
-        A state that is declared ``positive``, which steps divide by, is not 0 where the other is
-        not. If negative numbers are stored as 0, the momentum of half of the elements is lost; if
-        small second moments are, the next step is thousands of times too long. And numbers are
-        kept without a bias, which would grow with every step.
+        A state that is declared ``positive``, which steps divide by, is never negative, and is not
+        0 where the other is not. If negative numbers are stored as 0, the momentum of half of the
+        elements is lost; if small second moments are, the next step is thousands of times too long.
+        And numbers are kept without a bias, which would grow with every step.
         """
         exact, small = start(make, history), storing(make, state_bits=bits)
         if not isinstance(exact.optimizer, ampopt.ElementwiseOptimizer):
@@ -93,6 +93,11 @@ def _check_near(
     values, full = (x.detach().to_dense().reshape(-1) for x in (values, full))
     if not full.isfinite().all():
         return
+    if part.positive and (full < 0).any():
+        raise AssertionError(
+            f"state {part.name!r} of {what} becomes negative, {full.min().item():.6g}, "
+            f"which few bits keep as 0: remove positive=True from State({part.name!r}, ...)"
+        )
     blocks = full.abs().split(codec.block)
     largest = torch.cat(
         [block.amax().expand(len(block)) for block in blocks if len(block)] or [full]

@@ -102,12 +102,11 @@ class Records(Machine):
         on_device: bool,
         kind: str,
         state_bits: int = 32,
-        signed: str | None = None,
     ) -> None:
         """Make the optimizer, and a reference training."""
         contract = self.claims()
         params = [Blueprint(shape, BEGIN, dtype) for shape in shapes]
-        self.make = maker(contract, options, state_bits=state_bits, signed=signed)
+        self.make = maker(contract, options, state_bits=state_bits)
         self.dtype = dtype
 
         def begin_reference() -> Any:

@@ -9,8 +9,7 @@ import torch
 
 from ampopt.testing.blueprints import number_of
 from ampopt.testing.claims import Claims
-from ampopt.testing.failures import Failure, explained
-from ampopt.testing.making import maker, positive_states
+from ampopt.testing.failures import Failure, explanations_of
 from ampopt.testing.state_machine.changes import Changes
 from ampopt.testing.state_machine.machine import Call
 
@@ -51,14 +50,10 @@ class CallSequence(NamedTuple):
     def failure(self, test: str, error: BaseException, claims: Iterable[str]) -> Failure:
         """Describe the failure of a test that needs ``claims``; the sequence is shrunk."""
         calls = max(len(self.calls) - 1, 0)
-        failure = Failure(test, number_of(calls, "call"), (calls,), str(error))
-        if not self.calls:  # no optimizer was made
-            return failure
-        signed = {}
-        if self.in_full_precision() != self:
-            names = positive_states(maker(self.contract(), self.begin["options"]))
-            signed = {name: self.beginning(signed=name) for name in names}
-        return explained(failure, self, claims, _LIMITS, signed, CallSequence.passes)
+        explanations = ()
+        if self.calls:  # else no optimizer was made
+            explanations = explanations_of(self, claims, _LIMITS, CallSequence.passes)
+        return Failure(test, number_of(calls, "call"), (calls,), str(error), explanations)
 
     def claiming(self, **claims: Any) -> "CallSequence":
         """The sequence for a contract with other claims."""

@@ -6,6 +6,7 @@ import re
 import unittest
 import warnings
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from ampopt.testing import (
 )
 from ampopt.testing.checkpoints import from_bytes, to_bytes
 from ampopt.testing.failures import Failure, Summary, of_example
-from ampopt.testing.making import positive_states
 from ampopt.testing.state_machine.machine import Call
 from ampopt.testing.state_machine.sequence import CallSequence
 
@@ -225,56 +225,19 @@ def test_full_precision_is_suggested_only_if_the_example_passes_in_it(name):
     assert explained_by(lambda drawn: False) == ()
 
 
-def test_a_negative_state_that_is_declared_positive_is_the_likely_cause():
+def test_a_negative_state_that_is_declared_positive_is_named_with_the_fix():
     class TestSigns(OptimizerContract):
         def make(self, params):
             return PositiveMean(params)
 
-    grad = Blueprint((1,), (-1.0,))
-    history = History((Blueprint((1,), (1.0,)),), ((grad,),))
-    contract: Any = TestSigns()
-    example: Any = {"history": history, "bits": 8}
-    contract.replay("test_small_states_are_near_full_ones", **example, signed="mean")
-    for signed in (None, "square"):
-        with pytest.raises(AssertionError, match="is kept as 0"):
-            contract.replay("test_small_states_are_near_full_ones", **example, signed=signed)
-
-    def failure(passes):
-        names = positive_states(contract.make)
-        assert names == ["mean", "square"]
-        return of_example("test_it", AssertionError(), example, (), passes, names)
-
-    by_cause = failure(lambda drawn: drawn.get("signed") == "mean" or drawn["bits"] == 32)
-    cause = "State('mean', positive=True) becomes negative: remove positive=True"
-    assert (by_cause.causes, by_cause.explanations) == ((cause,), ("state_bits = (32,)",))
-    assert list(by_cause.lines)[2:4] == [
-        f"    likely: {cause}",
-        "    if it is not meant to: state_bits = (32,)",
-    ]
-    assert failure(lambda drawn: drawn["bits"] == 32).causes == ()
-
-
-@pytest.mark.parametrize(("bits_", "found"), [(8, True), (32, False)])
-def test_of_a_sequence_a_negative_state_is_the_likely_cause_too(bits_, found):
-    class Loud(PositiveMean):
-        def unscale_and_step(self, *args, **options):
-            small = "state_bits" in self.param_groups[0]
-            if small and any(part.positive and part.name == "mean" for part in self.rule.state):
-                raise AssertionError("negative")
-            return super().unscale_and_step(*args, **options)
-
-    class Contract(OptimizerContract):
-        def make(self, params):
-            return Loud(params)
-
-    begin = {"shapes": [()], "dtype": torch.float32, "options": {}, "on_device": False}
-    calls = [Call("begin", {**begin, "kind": "number", "state_bits": bits_}), Call("advance", {})]
-    sequence = CallSequence(Contract, False, calls)
-    assert sequence.passes() is not found
-    causes = sequence.failure("test_it", AssertionError(), ()).causes
-    assert [("'mean'" in cause, "positive=True" in cause) for cause in causes] == [
-        (True, True)
-    ] * found
+    grads = [Blueprint((2,), (number,)) for number in (1.0, -1.0)]
+    history = History((Blueprint((2,), (1.0,)),), tuple((grad,) for grad in grads))
+    contract, test = TestSigns(), "test_small_states_are_near_full_ones"
+    contract.replay(test, history=replace(history, steps=history.steps[:1]), bits=8)
+    contract.replay(test, history=history, bits=32)
+    fix = r"'mean' of parameter 0 becomes negative, -0\..* remove positive=True from State\('mean'"
+    with pytest.raises(AssertionError, match=fix):
+        contract.replay(test, history=history, bits=8)
 
 
 @pytest.mark.parametrize("claim", ["elementwise", "any_layout", "layout_changes_no_bit"])
