@@ -263,9 +263,11 @@ class ElementwiseOptimizer(Optimizer):
                     'add "params"'
                 )
             check_options(param_group)
-            for name in {*self.rule.hyper, *self.rule.flags} & param_group.keys():
-                if name in self.defaults:
-                    check_like(name, param_group[name], self.defaults[name])
+            # Of torch's classes the defaults of the constructor: eps of Adafactor may have None.
+            torchs = _torchs_signature(self).parameters
+            likes = {**self.defaults, **{name: each.default for name, each in torchs.items()}}
+            for name in {*self.rule.hyper, *self.rule.flags} & param_group.keys() & likes.keys():
+                check_like(name, param_group[name], likes[name])
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -367,11 +369,7 @@ def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         TypeError: see :func:`ampopt._step.hyperparameters.check_like`, as for ``ValueError``.
     """
-    classes = vars(torch.optim).values()
-    theirs = next((cls for cls in type(optimizer).__mro__ if cls in classes), None)
-    if theirs is None:
-        return
-    signature = inspect.signature(theirs.__init__)
+    signature = _torchs_signature(optimizer)
     kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
     try:
         given = signature.bind_partial(optimizer, *args, **kwargs).arguments
@@ -379,6 +377,13 @@ def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return
     for name, value in given.items():
         check_like(name, value, signature.parameters[name].default)
+
+
+def _torchs_signature(optimizer: Any) -> inspect.Signature:
+    """The signature of torch's constructor; an empty one if ``optimizer`` has none of torch's."""
+    classes = vars(torch.optim).values()
+    theirs = next((cls for cls in type(optimizer).__mro__ if cls in classes), None)
+    return inspect.Signature() if theirs is None else inspect.signature(theirs.__init__)
 
 
 def _is_as_made(master: Tensor, param: Tensor) -> bool:

@@ -122,7 +122,7 @@ class Variants:
         return [hyper(groups[group], kind) for group, kind in self._variants]
 
 
-def check_numbers(name: str, value: Any, like: Any) -> None:
+def check_numbers(name: str, value: Any, like: Any, *, or_none: bool = False) -> None:
     """Raise unless ``value`` is a number, or a tuple of as many numbers as ``like`` has.
 
     Reads no tensor, and so does not synchronize.
@@ -131,6 +131,7 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
         name: the name of the value for messages.
         value: a number, a tensor of one element, or a tuple of these if ``like`` is one.
         like: a valid value.
+        or_none: whether elements of a tuple may be ``None``.
 
     Raises:
         TypeError: ``value`` has another type, such as a string.
@@ -141,7 +142,8 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
         raise ValueError(f"Tensor {name} must be 1-element, got {value!r}")  # torch's words
     elements = value if isinstance(value, (tuple, list)) else (value,)
     wrong = None
-    if (elements is value) != several or not all(map(_is_number, elements)):
+    numbers = [x for x in elements if not (or_none and x is None)]
+    if (elements is value) != several or not all(map(_is_number, numbers)):
         wrong = TypeError
     elif several and len(elements) != len(like) or any(map(_is_long, elements)):
         wrong = ValueError
@@ -155,7 +157,8 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
 def check_like(name: str, value: Any, like: Any) -> None:
     """Raise unless ``value`` is what the valid hyperparameter ``like`` is: a flag or numbers.
 
-    Whatever else ``like`` is, such as ``None`` or a string, says nothing of other values.
+    Whatever else ``like`` is, such as ``None`` or a string, says nothing of other values. If a
+    tuple has ``None`` among its numbers, so may others.
 
     Args:
         name: the name of the hyperparameter for messages.
@@ -170,12 +173,13 @@ def check_like(name: str, value: Any, like: Any) -> None:
         if isinstance(value, (str, Tensor)) or not any(value is x or value == x for x in (0, 1)):
             raise TypeError(f"{name} must be True or False, got {value!r}")
         return
-    numbers = like if isinstance(like, (tuple, list)) else (like,)
+    several = isinstance(like, (tuple, list))
+    numbers = [x for x in like if x is not None] if several else [like]
     if not all(map(_is_number, numbers)):
         return
-    check_numbers(name, value, like)
-    for x in value if isinstance(value, (tuple, list)) else (value,):
-        if not (isinstance(x, Tensor) and x.device.type != "cpu") and math.isnan(x):
+    check_numbers(name, value, like, or_none=several and len(numbers) < len(like))
+    for x in value if several else (value,):
+        if not (x is None or isinstance(x, Tensor) and x.device.type != "cpu") and math.isnan(x):
             raise ValueError(f"{name} is nan in {value!r}: pass a number")
 
 

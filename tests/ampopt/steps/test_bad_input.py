@@ -635,6 +635,16 @@ def _other_model_and_optimizer():
             "betas is nan",
         ),
         (
+            lambda p: ampopt.Adafactor([{"params": p, "eps": (NAN, 1e-3)}]),
+            ValueError,
+            "eps is nan",
+        ),
+        (
+            lambda p: ampopt.Adafactor([{"params": p, "eps": (None, "x")}]),
+            TypeError,
+            "eps must be a tuple of 2",
+        ),
+        (
             lambda p: ampopt.Adam(p, amsgrad=cast(Any, "no")),
             TypeError,
             "amsgrad must be True or False",
@@ -693,6 +703,19 @@ def test_what_torch_takes_and_means_something_is_taken(cls, options):
     param.grad = torch.ones(2, 2)
     optimizer.step()
     assert param.detach().any()
+
+
+def test_an_epsilon_of_a_group_may_be_none_whatever_that_of_other_groups_is():
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    groups: Any = [
+        {"params": params[:1], "eps": (None, 1e-3)},
+        {"params": params[1:], "eps": (1.0, 1e-3)},
+    ]
+    optimizer = ampopt.Adafactor(groups, eps=(1e-3, 1e-3))
+    for param in params:
+        param.grad = torch.full((2, 2), 1e-3)
+    optimizer.step()
+    assert not torch.equal(*params)
 
 
 # --- state dicts ----------------------------------------------------------------------------------
