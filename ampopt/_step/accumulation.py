@@ -95,12 +95,10 @@ class _Sum:
     Attributes:
         total: the buffer that has it.
         address: the address of the memory that was made for the buffer.
-        latest: a weak reference to the gradient of the last call.
     """
 
     total: Any = None
     address: int = 0
-    latest: "weakref.ref[Any] | None" = None
 
 
 class _ReplacedGradient(NamedTuple):
@@ -132,6 +130,8 @@ class Accumulation(RefersToOptimizer):
         self._replaced_grads: list[_ReplacedGradient] = []
         # No weak references: torch refuses to move a DTensor parameter to which there is one.
         self._sums: defaultdict[Any, _Sum] = defaultdict(_Sum)
+        # The last gradient of each parameter, by the id of the parameter.
+        self._latest_grads: dict[int, weakref.ref[Any]] = {}
         self._rows: dict[bool, GradientRows | None] = {}  # by whether the sums were still empty
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
@@ -172,24 +172,16 @@ class Accumulation(RefersToOptimizer):
             self.check_sums()
         cycle = self._open_cycle(drop)
         call = ControlPoint.MICRO_BATCH if drop == "micro_batch" else ControlPoint.ACCUMULATE
-        # Each once: torch allows a parameter to be in a group twice.
-        params = list({id(param): param for _, param in gradients.present(self.groups)}.values())
-        all_reduce = decision_all_reduce(agreement, request, bool(params), call)
+        present = self._present(rows)
+        all_reduce = decision_all_reduce(agreement, request, bool(present), call)
         try:
-            decision = self._add(cycle, request, all_reduce, rows)
+            decision = self._add(cycle, request, all_reduce, present, rows)
         except RuntimeError:
             if all_reduce is not None:  # some sums may have been added to before ranks compared
                 self.discard()
             raise
         cycle.is_checked |= request.scale is not None and request.drop
-        reused_grads = []
-        for param in params:
-            if self._is_reused(param):
-                reused_grads.append(dtensor.local(param.grad))
-            else:
-                param.grad = None
-        if reused_grads:
-            torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
+        self._clear_gradients(present)
         return decision
 
     def _rows_of_earlier_call(self) -> GradientRows | None:
@@ -198,9 +190,13 @@ class Accumulation(RefersToOptimizer):
         rows = self._rows.get(not begun)
         if rows is None:
             return None
-        if begun and not all(id(one.tensor) in begun for one in rows.present):
+        if begun and not rows.by_id.keys() <= begun.keys():
             return None
         return rows if rows.take_gradients(self.groups) else None
+
+    def _present(self, rows: GradientRows | None) -> Sequence[gradients.ParamWithGrad]:
+        """The parameters that have gradients, which are those of ``rows`` if there are rows."""
+        return gradients.params_with_grads(self.groups) if rows is None else rows.present
 
     def _open_cycle(self, drop: str) -> AccumulationCycle:
         """The open cycle, or a new one.
@@ -212,6 +208,7 @@ class Accumulation(RefersToOptimizer):
             if len(self._sums) > sum(len(group["params"]) for group in self.groups):
                 for param in self._sums.keys() - set(gradients.params_of(self.groups)):
                     del self._sums[param]
+                    self._latest_grads.pop(id(param), None)
                 self._rows.clear()  # they have the sums of removed parameters
             device = gradients.device_of(self.groups)
             cycle = self.cycle = AccumulationCycle(device, drop)
@@ -227,7 +224,8 @@ class Accumulation(RefersToOptimizer):
         cycle: AccumulationCycle,
         request: Request,
         all_reduce: DecisionAllReduce | None,
-        rows: GradientRows | None = None,
+        present: Sequence[gradients.ParamWithGrad],
+        rows: GradientRows | None,
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches.
 
@@ -235,9 +233,9 @@ class Accumulation(RefersToOptimizer):
             cycle: the open cycle.
             request: see :meth:`add`.
             all_reduce: makes the decision of all ranks; ``None`` on one rank.
+            present: the parameters that have gradients.
             rows: the rows of the gradients; ``None`` to make them.
         """
-        present = gradients.params_with_grads(self.groups) if rows is None else rows.present
         decision = reject = None
         checks_first = cycle.drop == "micro_batch"
         if checks_first or not present:
@@ -259,8 +257,8 @@ class Accumulation(RefersToOptimizer):
             finally:
                 rows.release()
             decision = decision if checks_first else decision_on_sums
-        # Recorded only now: if a kernel could not be compiled, nothing was added.
-        cycle.params.update({id(one.tensor): one for one in present})
+            # Recorded only now: if a kernel could not be compiled, nothing was added.
+            cycle.params.update(rows.by_id)
         if decision is not None:
             cycle.add_flag(decision, all_reduce)
             if checks_first:
@@ -318,14 +316,21 @@ class Accumulation(RefersToOptimizer):
                     "after the step that applies the sum, or call zero_grad() to discard it"
                 )
 
-    def _is_reused(self, param: Any) -> bool:
-        """Whether ``p.grad`` is the tensor that it was at the last call.
+    def _clear_gradients(self, present: Sequence[gradients.ParamWithGrad]) -> None:
+        """Set the gradients to ``None``, but to zero those that were ``p.grad`` in the last call.
 
-        Then a CUDA graph may write to it, so it is set to zero, not to ``None``.
+        A CUDA graph may write to them.
         """
-        known, grad = self._sums[param], param.grad
-        latest, known.latest = known.latest, weakref.ref(grad)
-        return latest is not None and latest() is grad
+        latest, reused_grads = self._latest_grads, []
+        for _, param, owner in present:
+            grad, known = param.grad, latest.get(owner.key)
+            latest[owner.key] = weakref.ref(grad)
+            if known is not None and known() is grad:
+                reused_grads.append(dtensor.local(grad))
+            else:
+                param.grad = None
+        if reused_grads:
+            torch._foreach_zero_(reused_grads)  # pyright: ignore[reportPrivateImportUsage]
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -337,12 +342,13 @@ class Accumulation(RefersToOptimizer):
             agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         """
         cycle = self._open_cycle("window") if self.cycle is None else self.cycle
-        all_reduce, has_gradients = None, bool(gradients.present(self.groups))
+        rows = self._rows_of_earlier_call()
+        all_reduce, present = None, self._present(rows)
         if cycle.drop == "micro_batch":  # else the step all-reduces the flag of the whole cycle
             call = ControlPoint.LAST_MICRO_BATCH
-            all_reduce = decision_all_reduce(agreement, request, has_gradients, call)
-        if all_reduce is not None or has_gradients:
-            self._add(cycle, request, all_reduce, self._rows_of_earlier_call())
+            all_reduce = decision_all_reduce(agreement, request, bool(present), call)
+        if all_reduce is not None or present:
+            self._add(cycle, request, all_reduce, present, rows)
         cycle.skip = cycle.flag if cycle.n_kept is None else self._renormalise(cycle, request)
         return cycle
 
@@ -355,8 +361,8 @@ class Accumulation(RefersToOptimizer):
         """
         assert self.cycle is not None
         for _, param, _ in self.cycle.params.values():
-            if param.grad is not None:
-                self._is_reused(param)  # restore_gradients puts the same tensor back
+            if param.grad is not None:  # restore_gradients puts the same tensor back
+                self._latest_grads[id(param)] = weakref.ref(param.grad)
             total, dtype = self._sums[param].total, param.grad_dtype
             self._replaced_grads.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:

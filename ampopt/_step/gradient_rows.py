@@ -7,6 +7,7 @@ has gradients of the same parameters, with the same layouts, so the kept rows fi
 :class:`~ampopt._step.plan.Plan` for the same reason.
 """
 
+import functools
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
@@ -137,6 +138,11 @@ class GradientRows:
             return False
         self.works[0].refresh(lambda: list(map(grad_of, params)), (), None, found)
         return True
+
+    @functools.cached_property
+    def by_id(self) -> dict[int, ParamWithGrad]:
+        """The elements of :attr:`present`, by the ``id`` of the parameter."""
+        return {one.owner.key: one for one in self.present}
 
     def read_holders(self) -> None:
         """Replace the gradients of parameters by those of the holders."""
