@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import gc
-import importlib.util
 import json
 import re
 import sys
@@ -158,10 +157,9 @@ def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
         )
 
     monkeypatch.setattr(contenders, "enter", failing)
-    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    figures = tmp_path / "figures.json"
     asked = ("--optimizer", "AdamW", "--workload", "large", "--repeats", "3")
-    run(*asked, "--json", str(figures), *plot)
+    run(*asked, "--json", str(figures))
     found = json.loads(figures.read_text())["rows"]
     assert len(found) == 2
     for row in found:
@@ -196,13 +194,6 @@ def test_workloads_fit_the_room_there_is(room):
         elements = workloads.make(name, torch.device("cuda"), room).elements
         least = 4 * 10**7  # one block and the embedding
         assert elements <= max(least, 10**9 if room is None else min(room, 10**9))
-
-
-def test_plot_draws_every_workload(tiny, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "figures.png"
-    run("--optimizer", "SGD", "--repeats", "1", "--plot", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_processors_time_is_less_than_what_passes():
@@ -250,7 +241,6 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--device", "meta"], "choose cpu or cuda"),
         (["--device", "gpu"], "choose cpu or cuda"),
         (["--json", "no/such/folder.json"], "there is no folder no/such: make it first"),
-        (["--plot", "no/such/folder.png"], "there is no folder no/such: make it first"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
@@ -267,13 +257,6 @@ def test_a_gpu_that_torch_does_not_find_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--device", "cuda"])
     assert "torch finds no device for cuda; choose cpu" in capsys.readouterr().err
-
-
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="2"):
-        run("--plot", "figures.png")
-    assert "needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("clip", [False, True])
