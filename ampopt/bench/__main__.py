@@ -10,18 +10,25 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ampopt
-from ampopt.bench import contenders, report, rows, workloads
+from ampopt.bench import contenders, report, rows, small, workloads
 from ampopt.bench.measure import CLOCKS
 from ampopt.bench.memory_bandwidth import bandwidth
+from ampopt.bench.plot import plot
 from ampopt_kernels.native.build import cpp_compiler
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
+_NOT_OF_SMALL = (
+    *("optimizer", "contender", "workload", "dtype", "threads", "clock"),
+    *("plot", "elements", "sizes", "masters", "changing"),
+)
+"""Options that ``--small`` would ignore, and refuses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
         parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
+    given = (name for name in _NOT_OF_SMALL if getattr(options, name) != parser.get_default(name))
+    if options.small and (name := next(given, None)):
+        parser.error(f"--small has its own steps, on one thread: leave out --{name}")
     if options.masters and options.dtype not in ("bfloat16", "float16"):
         parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
     names = contenders.names(device, options.masters)
@@ -53,14 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure and print the rows that the other options select."""
+    """Measure and print what the other options select: the small table, or rows."""
     dtype = getattr(torch, options.dtype)
     optimizers = options.optimizer or contenders.optimizers()
     settings = {"clock": options.clock, "dtype": options.dtype}
     settings["masters"] = "float32" if options.masters else None
     settings["changing"] = workloads.CHANGING if options.changing else None
     about = {**report.environment(device), **settings}
+    if options.small:
+        about |= {"threads": 1, "clock": "cpu" if device.type == "cpu" else "wall"}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
+    if options.small:
+        time = "of CPU time on one thread" if device.type == "cpu" else "until a step returns"
+        print(f"\nmicroseconds {time}, medians; float32 tensors of 64 elements:")
+        small_rows = small.measure(device, rounds=options.repeats, seconds=options.seconds)
+        print(small.table(small_rows))
+        figures = {"environment": about, "rows": [asdict(row) for row in small_rows]}
+        report.write_json(options.json, figures)
+        return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
@@ -84,6 +104,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     rows_as_dicts = [row.as_dict() for row in bench_rows]
     figures = {"environment": about, "bandwidth": speed, "rows": rows_as_dicts}
     report.write_json(options.json, figures)
+    if options.plot:
+        plot(bench_rows, options.plot)
 
 
 def _print(bench_rows: list[rows.BenchRow], device: torch.device) -> None:
@@ -180,6 +202,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures to this file")
     parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw the ratios to this file; needs matplotlib",
+    )
+    parser.add_argument(
         "--elements",
         action="append",
         type=_positive(int),
@@ -191,6 +219,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead of the workloads, tensors of 64 elements, of 128, and so on to 16 Mi: 300 "
         "tensors of each size, or fewer where 300 would have more than 16 Mi elements in total",
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="only show the host's time for AdamW's steps of 1 to 2,000 tensors of 64 elements, on "
+        "one thread: of a step like the last one, of steps with something changed, of a first step",
     )
     parser.add_argument(
         "--masters",
@@ -223,6 +257,17 @@ def _file(text: str) -> str:
     if not (folder := Path(text).parent).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {folder}: make it first")
     return text
+
+
+def _picture(text: str) -> str:
+    """The path of a file that can be drawn once everything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(
+            "needs matplotlib, which cannot be imported: install it, or omit --plot and use --json"
+        ) from error
+    return _file(text)
 
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -7,7 +7,6 @@ Run each from the root of a checkout, with ``PYTHONPATH=.:kernels``:
 - ``python -m evidence.matrix FILE``: which optimizer works in which setting, as a page.
 - ``python -m evidence.fidelity STEPS``: how far steps with small states are from float32's.
 - ``python -m evidence.on_ranks N``: sharded optimizers, against torch's.
-- ``python -m evidence.small_steps``: the host's time of steps of small tensors, of first steps too.
 - ``python -m evidence.host``: the host's time of a step on a GPU, in Triton's interpreter.
 - ``python -m evidence.autocast``: the host's time that ``ampopt.autocast`` adds to an operator.
 

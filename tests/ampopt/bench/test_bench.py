@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import importlib.util
 import json
 import re
 import sys
@@ -157,9 +158,10 @@ def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
         )
 
     monkeypatch.setattr(contenders, "enter", failing)
-    figures = tmp_path / "figures.json"
+    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
     asked = ("--optimizer", "AdamW", "--workload", "large", "--repeats", "3")
-    run(*asked, "--json", str(figures))
+    run(*asked, "--json", str(figures), *plot)
     found = json.loads(figures.read_text())["rows"]
     assert len(found) == 2
     for row in found:
@@ -194,6 +196,13 @@ def test_workloads_fit_the_room_there_is(room):
         elements = workloads.make(name, torch.device("cuda"), room).elements
         least = 4 * 10**7  # one block and the embedding
         assert elements <= max(least, 10**9 if room is None else min(room, 10**9))
+
+
+def test_plot_draws_every_workload(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figures.png"
+    run("--optimizer", "SGD", "--repeats", "1", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_processors_time_is_less_than_what_passes():
@@ -241,6 +250,7 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--device", "meta"], "choose cpu or cuda"),
         (["--device", "gpu"], "choose cpu or cuda"),
         (["--json", "no/such/folder.json"], "there is no folder no/such: make it first"),
+        (["--plot", "no/such/folder.png"], "there is no folder no/such: make it first"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
@@ -257,6 +267,13 @@ def test_a_gpu_that_torch_does_not_find_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--device", "cuda"])
     assert "torch finds no device for cuda; choose cpu" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        run("--plot", "figures.png")
+    assert "needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("clip", [False, True])

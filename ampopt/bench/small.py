@@ -1,12 +1,10 @@
-"""``python -m evidence.small_steps``: what steps of small tensors cost the host, beside torch's.
+"""The table of ``--small``: what steps of small tensors cost the host, beside torch's fused step.
 
-AdamW under a dynamic loss scale, torch's fused one under ``torch.amp.GradScaler``, float32; in one
-row, a hand-written optimizer. Steps are like the last one, have something changed, or are the first
-one. On the CPU, the CPU time of one thread; else the time until a step returns. The medians are of
-rounds in which both take turns.
+AdamW under a dynamic loss scale, torch's under ``torch.amp.GradScaler``, float32; in one row, a
+hand-written optimizer. On the CPU, the CPU time of one thread; else the time until a step returns.
+The medians are of rounds in which both take turns.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -16,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ import ampopt
 from ampopt.backend import ENVIRONMENT
 from ampopt.bench import contenders, workloads
 from ampopt.bench.measure import interleaved, warmed
-from ampopt.bench.report import as_columns, environment, write_json
+from ampopt.bench.report import as_columns
 
-__all__ = ["COUNTS", "SmallRow", "first_step", "main", "measure", "table"]
+__all__ = ["COUNTS", "SmallRow", "first_step", "measure", "table"]
 
 COUNTS = (1, 20, 300, 2000)
 """The numbers of tensors; the steps in which something changes are those of the third."""
@@ -205,7 +203,7 @@ def _first_steps(rounds: int) -> list[SmallRow]:
 
 def _in_a_process(count: int, cache: str) -> dict[str, float]:
     """Return what :func:`first_step` returns in a new process with ``cache`` as cache folder."""
-    code = "import json; from evidence.small_steps import first_step; "
+    code = "import json; from ampopt.bench.small import first_step; "
     code += f"print(json.dumps(first_step({count})))"
     environment = {"XDG_CACHE_HOME": cache, ENVIRONMENT: ampopt.get_backend()}
     process = subprocess.run(
@@ -245,28 +243,3 @@ def _cpu_seconds() -> float:
 def _workload(count: int) -> workloads.Workload:
     """``count`` tensors of 64 elements."""
     return workloads.Workload(f"{count} x {_ELEMENTS}", ((_ELEMENTS,),) * count)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table for the current backend, and write the figures to a file if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m evidence.small_steps", description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default)
-    parser.add_argument("--repeats", type=int, default=200, help="maximum number of rounds")
-    parser.add_argument("--seconds", type=float, default=240.0, help="for all but first steps")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    options = parser.parse_args(arguments)
-    device = options.device
-    what, clock = "until a step returns", "wall"
-    if device.type == "cpu":
-        what, clock = "of CPU time on one thread", "cpu"
-    about = {**environment(device), "threads": 1, "clock": clock}
-    print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
-    print(f"\nmicroseconds {what}, medians; float32 tensors of {_ELEMENTS} elements:")
-    rows = measure(device, rounds=options.repeats, seconds=options.seconds)
-    print(table(rows))
-    write_json(options.json, {"environment": about, "rows": [asdict(row) for row in rows]})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The table of small steps has a row for each case."""
+"""The table of small steps has a row for each case, and refuses what it cannot measure."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 from support.gpus import DEVICE, needs_gpu
 from support.preloaded import python_path
 
-import ampopt
-from evidence import small_steps
+from ampopt.bench import __main__ as bench
+from ampopt.bench import small
 
 
 def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, with_torch, tmp_path):
@@ -16,12 +16,11 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
     def run(command, env, **_):
         return with_torch.run(*command[1:], environment={**env, "PYTHONPATH": python_path()})
 
-    ampopt.set_backend("eager")
-    monkeypatch.setattr(small_steps.subprocess, "run", run)
-    monkeypatch.setattr(small_steps, "COUNTS", (1, 2, 4, 5))
+    monkeypatch.setattr(small.subprocess, "run", run)
+    monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
     path = tmp_path / "figures.json"
     few = ["--repeats", "1", "--seconds", "0.1", "--json", str(path)]
-    small_steps.main(["--device", "cpu", *few])
+    bench.main(["--small", "--device", "cpu", "--backend", "eager", *few])
     figures = json.loads(path.read_text())
     lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()[4:]]
     assert [(line[0], *line[5:]) for line in lines] == [
@@ -46,9 +45,19 @@ def test_every_case_is_measured_beside_torchs_fused_step(monkeypatch, capsys, wi
         assert row["ours"] == pytest.approx(1e-6 * float(ours), rel=0.01, abs=1e-7)
 
 
+@pytest.mark.parametrize(
+    "option", [("optimizer", "SGD"), ("dtype", "float64"), ("masters",), ("plot", "p.png")]
+)
+def test_what_the_table_does_not_measure_is_refused(option, capsys):
+    name, *value = option
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--small", "--device", "cpu", f"--{name}", *value])
+    assert f"leave out --{name}" in capsys.readouterr().err
+
+
 @needs_gpu(with_real="clocks")
 def test_on_a_gpu_the_time_until_a_step_returns_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(small_steps, "COUNTS", (1, 2, 4, 5))
-    small_steps.main(["--device", DEVICE, "--repeats", "1", "--seconds", "0.1"])
+    monkeypatch.setattr(small, "COUNTS", (1, 2, 4, 5))
+    bench.main(["--small", "--device", DEVICE, "--repeats", "1", "--seconds", "0.1"])
     header, *lines = capsys.readouterr().out.splitlines()[2:]
     assert "until a step returns" in header and len(lines) == 11
