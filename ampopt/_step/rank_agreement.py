@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -178,12 +179,9 @@ class Agreement:
         """
         rows = self._matrix(row, results, device)
         self._all_reduce(rows, self._group)
-        self.comparison.compare(rows, self._difference, at_once=at_once)
+        difference_of = partial(difference, ranks=self.ranks, settings=self.settings)
+        self.comparison.compare(rows, difference_of, at_once=at_once)
         return rows
-
-    def _difference(self, rows: list[list[float]]) -> str | None:
-        """See :func:`ampopt._step.rank_messages.difference`."""
-        return difference(rows, self.ranks, self.settings)
 
     def _matrix(
         self, row: RankRow, results: dict[int, float | Tensor], device: torch.device

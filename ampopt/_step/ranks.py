@@ -1,10 +1,8 @@
 """Which ranks take part in the all-reduces of an optimizer; :mod:`rank_agreement` makes them."""
 
 import gc
-import operator
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from ampopt._step.torch_private import (
     is_flattened_by_fsdp1,
     replicas_of_fsdp1,
 )
-from ampopt_kernels.native.objects import IdentityGuard
 
 __all__ = [
     "AgreementCache",
@@ -102,30 +99,23 @@ class AgreementCache:
     """The :func:`agreement` of some optimizers, remade once parameters or ranks have changed."""
 
     def __init__(self) -> None:
-        """Start with empty caches."""
-        self._lists: list[Any] = []
-        self._members = IdentityGuard([], [])
-        self._params: list[Any] = []
+        """Start with an empty cache."""
         self._key: Any = None
+        self._members: Any = None  # held, since the key has their ids
         self._agreement: Agreement | None = None
 
     def get(self, optimizers: Sequence[Any], process_group: Any) -> Agreement | None:
         """The :func:`agreement` of ``optimizers``, the same ones in every call."""
         if self._key is None and process_group is None and not is_initialized():
             return None
-        lists = [optimizer.param_groups for optimizer in optimizers]
-        groups = list(chain.from_iterable(lists))
-        are_kept = self._key is not None and all(map(operator.is_, lists, self._lists))
-        if not are_kept or not self._members.unchanged():
-            self._lists, self._params, self._key = lists, list(params_of(groups)), None
-            lists = [*lists, *(group["params"] for group in groups)]
-            self._members = IdentityGuard(lists, [(group, {"params"}) for group in groups])
-        replicated = list(map(replicated_of, groups))
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        params = [param for group in groups for param in group["params"]]
+        of_groups = [(id(group), len(group["params"]), replicated_of(group)) for group in groups]
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
-        key = process_group, replicated, placements(self._params)
+        key = process_group, of_groups, list(map(id, params)), placements(params)
         if key != self._key:
             old, self._agreement = self._agreement, agreement(optimizers, process_group)
-            self._key = key
+            self._key, self._members = key, (groups, params)
             if old and self._agreement and self._agreement.ranks == old.ranks:
                 # Other ranks, which may not have changed, go on to read later what is compared.
                 self._agreement.comparison = old.comparison

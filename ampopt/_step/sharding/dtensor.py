@@ -17,7 +17,6 @@ __all__ = [
     "is_dtensor",
     "local",
     "local_of_each",
-    "placed_as",
     "placements",
     "redistribute_gradient",
     "replicated_like",
@@ -73,16 +72,8 @@ def redistribute_gradient(param: Any) -> None:
     For a ``Partial`` gradient that is a collective, which all ranks of its mesh have to call.
     """
     grad = param.grad
-    if (placed_grad := placed_as(grad, param)) is not grad:
-        param.grad = placed_grad
-
-
-def placed_as(tensor: Any, like: Any) -> Any:
-    """``tensor`` with the placements of ``like``; itself unless both are ``DTensor``s."""
-    both = is_dtensor(tensor) and is_dtensor(like)
-    if not both or tensor.placements == like.placements:
-        return tensor
-    return tensor.redistribute(like.device_mesh, like.placements)
+    if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:
+        param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
 def from_local_like(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> Any:

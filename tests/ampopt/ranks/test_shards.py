@@ -22,7 +22,6 @@ from torch.nn import Parameter
 import ampopt
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.dtensor import placed_as
 from ampopt._synchronization import watching
 from ampopt.testing import as_on_a_device
 from ampopt.testing.bits import bits
@@ -279,14 +278,14 @@ def changing(layout: str) -> tuple[list[int], int, dict[str, int]]:
 
     spread, counts = list(zip(SHAPES[layout], meshes(layout), strict=True)), []
     params: Any = [Parameter(placed(torch.ones(shape), *place)) for shape, place in spread]
-    optimizer, compared = ampopt.AdamW(params), 0
+    optimizer, compared, name = ampopt.AdamW(params), 0, "redistribute_gradient"
     for absent in ({1}, set(), {0}, {1}, {0, 2, 3, 4}, set()):
         for i, (p, (shape, place)) in enumerate(zip(params, spread, strict=True)):
             p.grad = None if i in absent else placed(torch.ones(shape), *place)
         plan = optimizer._ampopt.runner.plan
         with (
             CommDebugMode() as mode,
-            mock.patch.object(dtensor, "placed_as", wraps=placed_as) as spy,
+            mock.patch.object(dtensor, name, wraps=getattr(dtensor, name)) as spy,
         ):
             optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
         counts.append(mode.get_total_counts())
