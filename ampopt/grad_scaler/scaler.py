@@ -121,7 +121,6 @@ class GradScaler(scheduled.ScheduledScaler):
         self.process_group = process_group
         self._records: list[Record] = []
         self._stepped_records: list[Record] = []
-        self._replicas: dict[torch.device, LossScale] = {}
         self._replaying: LossScale | None = None
         self._has_scaled = False
         if self._enabled:
@@ -326,7 +325,6 @@ class GradScaler(scheduled.ScheduledScaler):
         # If this iteration had no steps, those of the last.
         self._stepped_records = self._last_steps()
         self._records = []
-        self._replicas = {}
         self._adopt(scale)
 
     def discard(self, optimizer: Any = None) -> None:
@@ -406,7 +404,7 @@ class GradScaler(scheduled.ScheduledScaler):
         """
         super().load_state_dict(state_dict)
         self.discard()
-        self._records, self._replicas = [], {}
+        self._records = []
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle.
@@ -418,7 +416,7 @@ class GradScaler(scheduled.ScheduledScaler):
             raise RuntimeError(
                 "a GradScaler can be copied or pickled between iterations only: call update() first"
             )
-        state = {**self.__dict__, "_stepped_records": [], "_replicas": {}}
+        state = {**self.__dict__, "_stepped_records": []}
         if self.process_group is not None:
             state["process_group"] = UnpicklableGroup(self.process_group)
         return state
@@ -464,11 +462,9 @@ class GradScaler(scheduled.ScheduledScaler):
                     return record
                 self._records.remove(record)  # zero_grad() has discarded its unscale
                 break
-        scale, device = self._loss_scale, device_of(optimizer.param_groups)
-        if scale.device not in (None, device):
-            if device not in self._replicas:
-                self._replicas[device] = scheduled.on(device, scale)
-            scale = self._replicas[device]
+        scale = self._loss_scale
+        if scale.device is not None:
+            scale = scheduled.on(device_of(optimizer.param_groups), scale)
         if (group := self.process_group) is not None:
             inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
             if isinstance(inner, Optimizer) and inner._ampopt.process_group is None:

@@ -1,6 +1,7 @@
 """The loss scale that falls after overflows and grows after a run of finite steps."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -272,7 +273,7 @@ class DynamicLossScale(LossScale):
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, without ``device``."""
-        return self._schedule.settings()
+        return asdict(self._schedule)
 
     @staticmethod
     def _tensors(value: float, growth: float, budget: float) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -100,10 +100,6 @@ class Schedule:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def settings(self) -> dict[str, Any]:
-        """The arguments that make an equal schedule, as plain Python objects."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def policy(self) -> PolicyConstants:
