@@ -1,6 +1,7 @@
 """Bitwise comparison of tensors, optimizers and random state."""
 
 import ctypes
+import itertools
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -162,13 +163,15 @@ def element_at(index: Iterable[int]) -> str:
 
 
 @contextmanager
-def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def assert_bitwise_unchanged(
+    optimizer: torch.optim.Optimizer, what: str = "the block changed what it must leave unchanged"
+) -> Iterator[None]:
     """Check that a ``with`` block leaves an optimizer bitwise unchanged.
 
     Checks parameters, their states, the entries of param groups, and the random state of torch's
     CPU generator and of Python's ``random``. Gradients may change. As in a skipped first step, a
-    parameter without states may get the initial ones of ``optimizer.initialize_states()``.
-    Synchronizes.
+    parameter without states may get the initial ones of ``optimizer.initialize_states()``, or any
+    where only ``step()`` can make them. Synchronizes.
 
     Example:
         >>> with assert_bitwise_unchanged(optimizer):  # doctest: +SKIP
@@ -176,6 +179,7 @@ def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
+        what: the first words of the error message.
 
     Raises:
         AssertionError: something changed. The message names the first entries that differ, with
@@ -184,21 +188,25 @@ def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]
     before = everything(optimizer)
     yield
     after = everything(optimizer)
-    are_new = [new and not old for new, old in zip(after["state"], before["state"], strict=False)]
-    if any(are_new) and hasattr(optimizer, "initialize_states"):
-        pairs = zip(_initial_states(optimizer, are_new), before["state"], are_new, strict=True)
-        before["state"] = [initial if is_new else old for initial, old, is_new in pairs]
-    assert_same(after, before, "the block changed what it must leave unchanged")
+    for name, initial in _initial_states(optimizer, before, after).items():
+        entries = itertools.zip_longest(before[name], after[name], initial)
+        before[name] = [one if new and not old else old for old, new, one in entries]
+    assert_same(after, before, what)
 
 
-def _initial_states(optimizer: Any, are_new: list[bool]) -> list[Any]:
-    """The state of every parameter, as :func:`state_of`; the initial one for those that are new."""
-    params, state = list(params_of(optimizer.param_groups)), optimizer.state
-    kept = {p: state[p] for p, new in zip(params, are_new, strict=True) if not new and p in state}
-    optimizer.state = defaultdict(dict, {p: dict(own) for p, own in kept.items()})
+def _initial_states(optimizer: Any, before: Any, after: Any) -> dict[str, list[Any]]:
+    """What the entries of :func:`everything` with states may have where they were empty."""
+    found = {name: after[name] for name in ("state", "other state")}
+    if not hasattr(optimizer, "initialize_states") or found.items() <= before.items():
+        return {}
+    state, params = optimizer.state, params_of(optimizer.param_groups)
+    kept = {p: dict(state[p]) for p, old in zip(params, before["state"], strict=False) if old}
+    optimizer.state = defaultdict(dict, kept)
     try:
         optimizer.initialize_states()
-        return state_of(optimizer)
+        return {"state": state_of(optimizer)}
+    except NotImplementedError:
+        return found
     finally:
         optimizer.state = state
 

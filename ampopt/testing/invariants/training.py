@@ -1,6 +1,5 @@
 """Trainings that invariants compare."""
 
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 from hypothesis import assume
 from torch.nn import Parameter
 
-from ampopt.testing.bits import assert_same, bits, everything
+from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "assert_goes_on",
     "assert_same_training",
     "assert_scale_changes_nothing",
-    "left_out",
     "seed",
     "start",
     "step_by",
@@ -164,18 +162,6 @@ def assert_same_training(one: Trained, other: Trained, what: str) -> None:
         mine, theirs = one.state(i), other.state(i)
         if mine and theirs:
             assert_same(mine, theirs, f"{what}: state of parameter {i}")
-
-
-@contextmanager
-def left_out(optimizer: Any, what: str) -> Iterator[None]:
-    """Check that a step within the block changes nothing; it may create state."""
-    before = everything(optimizer)
-    yield
-    after = everything(optimizer)
-    for name in ("state", "other state"):
-        pairs = itertools.zip_longest(before[name], after[name])
-        before[name] = [old or new for old, new in pairs]
-    assert_same(after, before, what)
 
 
 def assert_goes_on(make: Any, history: History, number: float, way: str) -> None:

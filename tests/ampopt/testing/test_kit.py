@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch
 from support import torch_options
+from support.authored_optimizers import Selecting
 from support.optimizers import Plain
 from support.planted_bugs import PositiveMean
 from torch.nn import Parameter
@@ -500,6 +501,26 @@ def test_a_skipped_first_step_may_make_states_at_their_initial_values(cls, optio
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert all(map(optimizer.state.get, params))
     with assert_bitwise_unchanged(optimizer):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"), [(Selecting, {}), (ampopt.SGD, {"momentum": 0.9, "dampening": 0.5})]
+)
+def test_a_skipped_first_step_may_make_states_that_only_a_step_can_make(cls, options):
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = cls([p], **options)
+    with pytest.raises(NotImplementedError):
+        optimizer.initialize_states()
+    p.grad = torch.full_like(p, torch.inf)
+    with assert_bitwise_unchanged(optimizer):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert optimizer.state[p]
+    p.grad = torch.ones_like(p)
+    with (
+        pytest.raises(AssertionError, match=r"a step:\n  \['parameters'.* is .*, not 1.0"),
+        assert_bitwise_unchanged(optimizer, "a step"),
+    ):
         optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
