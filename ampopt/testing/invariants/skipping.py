@@ -17,7 +17,6 @@ from ampopt.testing.invariants.examples import ending_in_overflow, ending_well, 
 from ampopt.testing.invariants.training import (
     WAYS,
     assert_goes_on,
-    assert_same_training,
     start,
     step_by,
     train,
@@ -58,25 +57,6 @@ class Skipping(Claims):
         """
         assume(any(history.overflows))
         assert_goes_on(make, history, scale.number, way)
-
-    @invariant(claim="checkpoints", history=ending_well)
-    def test_a_checkpoint_after_skips_alone_is_a_fresh_start(
-        self, make: Any, history: History
-    ) -> None:
-        """A checkpoint saved after nothing but overflows loads as a new optimizer.
-
-        The first steps of a run overflow until the scale has come down. A job that is preempted
-        then must not resume with a step count or averages of steps that were never applied.
-        """
-        assume(any(history.overflows))
-        skipped, loaded, fresh = (start(make, history) for _ in range(3))
-        for step, overflows in zip(history.steps, history.overflows, strict=True):
-            if overflows:
-                step_by(skipped, step, 1.0)
-        loaded.optimizer.load_state_dict(skipped.optimizer.state_dict())
-        for trained in (loaded, fresh):
-            step_by(trained, history.steps[-1], 1.0)
-        assert_same_training(loaded, fresh, "a checkpoint of skipped steps is no fresh start")
 
     @invariant(history=ending_in_overflow, way=ways)
     def test_step_hooks_run_on_every_attempt(self, make: Any, history: History, way: str) -> None:
