@@ -42,7 +42,6 @@ OF_KERNELS = (
 )
 """The invariants that a backend can break; all others are tested with ``eager`` only."""
 OF_ANY_RULE = (
-    "a_bare_number_comes_back_as_it_is_or_halved",
     "a_closure_is_gradients_and_a_step",
     "a_dynamic_scale_is_used_once",
     "a_failed_closure_changes_nothing",

@@ -200,19 +200,6 @@ class Scaling(Claims):
                 "the scale that was passed in has changed"
             )
 
-    @invariant(history=lambda cls: cls.histories(absent=False, max_steps=1), way=ways)
-    def test_a_bare_number_comes_back_as_it_is_or_halved(
-        self, make: Any, history: History, way: str
-    ) -> None:
-        """If the scale is a number, the next scale is a tensor with that number, or half of it.
-
-        So the simplest loop, which starts with a number and passes on the returned scale, adapts.
-        """
-        (overflows,) = history.overflows
-        result = step_by(start(make, history), history.steps[0], 64.0, way)
-        assert isinstance(result.scale, torch.Tensor) and result.scale.numel() == 1
-        assert float(result.scale) == (32.0 if overflows else 64.0)
-
     # --- claims that are off by default ----------------------------------------------------------
 
     @invariant(
