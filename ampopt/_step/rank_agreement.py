@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,6 +50,9 @@ class Agreement:
         in_norm: by the ``id`` of a parameter, whether the global norm counts this rank's elements
             of its gradient. Of copies on several ranks it counts one: of a plain replicated tensor,
             and of a ``DTensor`` that is replicated along some dimensions of the mesh.
+        in_sums: by the ``id`` of each ``DTensor``, whether :meth:`add_up_parameters` counts this
+            rank's elements. It counts one copy among the ranks of the meshes, which need not be all
+            ranks.
         is_sharded_throughout: whether every parameter is a ``DTensor`` that is sharded over all of
             these ranks. The flag of torch's scaler is then all-reduced already.
     """
@@ -80,7 +83,6 @@ class Agreement:
         self._group_of_model, self.settings = process_group, settings
         self._names_ranks, self._mesh = names_ranks, mesh
         self.comparison = Comparison()
-        self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._here = torch.distributed.get_rank()
         self.ranks = torch.distributed.get_process_group_ranks(process_group)
         self.place = self.ranks.index(self._here)
@@ -92,20 +94,20 @@ class Agreement:
             for param in params_of(param_groups)
         )
         self.in_norm: dict[int, bool] = {}
-        counted: dict[Any, bool] = {}  # by mesh and placements
+        self.in_sums: dict[int, bool] = {}
+        first, first_of_mesh = min(self.ranks), None if mesh is None else min(ranks_of(mesh))
+        is_counted_copy = cache(_is_counted_copy)
         for group in param_groups:
             is_part = names_ranks and replicated_of(group) is not True
-            first = self._here if is_part else min(self.ranks)
             for param in group["params"]:
-                if id(param) in holders:
-                    self.in_norm[id(param)] = self._here == min(holders[id(param)])
-                elif is_dtensor(param):
+                key, is_counted = id(param), is_part or self._here == first
+                if is_dtensor(param):
                     where = param.device_mesh, param.placements
-                    if where not in counted:
-                        counted[where] = self._is_counted_copy(*where)
-                    self.in_norm[id(param)] = counted[where]
-                else:
-                    self.in_norm[id(param)] = self._here == first
+                    self.in_sums[key] = is_counted_copy(*where, first_of_mesh)
+                    is_counted = is_counted_copy(*where, first_of_mesh if is_part else first)
+                if key in holders:
+                    is_counted = self._here == min(holders[key])
+                self.in_norm[key] = is_counted
 
     @property
     def _group(self) -> Any:
@@ -141,15 +143,6 @@ class Agreement:
         self._all_reduce(most, self._group, torch.distributed.ReduceOp.MAX)
         for _ in range(int(most) - count_of_groups()):
             torch.distributed.new_group([self._here], use_local_synchronization=True)
-
-    def _is_counted_copy(self, mesh: Any, placements: Sequence[Any]) -> bool:
-        """Whether the copy of this rank is the one that counts in the norm."""
-        here = mesh.get_coordinate()
-        # Of several equal submeshes, that with the first rank is counted.
-        if here is None or self._first_of_mesh not in (None, *ranks_of(mesh)):
-            return False
-        copies = zip(here, placements, strict=True)
-        return not any(place and placement.is_replicate() for place, placement in copies)
 
     # --- overflow flag, norm and loss ---------------------------------------------------------
 
@@ -338,6 +331,18 @@ class Agreement:
             options.timeout = _PATIENCE
         posted = _POSTED.setdefault(self._group, deque(maxlen=4))
         posted.append(self._group.allreduce([rows], options))
+
+
+def _is_counted_copy(mesh: Any, placements: Sequence[Any], first: int | None) -> bool:
+    """Whether this rank's copy of a ``DTensor`` is the one that is counted.
+
+    Of several equal submeshes, that with the rank ``first`` is counted.
+    """
+    here = mesh.get_coordinate()
+    if here is None or first not in (None, *ranks_of(mesh)):
+        return False
+    copies = zip(here, placements, strict=True)
+    return not any(place and placement.is_replicate() for place, placement in copies)
 
 
 _PATIENCE = timedelta(seconds=10)

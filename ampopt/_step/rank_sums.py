@@ -106,7 +106,8 @@ class RankSums:
         rows = [row for work in works for row in work.rows]
         places = [self._places.get(row.owner.key) for row in rows]
         spread = [(i, place) for i, place in enumerate(places) if place is not None]
-        in_norm = [(i, place) for i, place in spread if rows[i].in_norm]
+        in_sums = self._agreement.in_sums
+        counted = [(i, place) for i, place in spread if in_sums[rows[i].owner.key]]
         device, uploads = sums.each.device, works[0].uploads
 
         def indices(name: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class RankSums:
             table = uploads.get(name, flat, torch.int64, device).view(-1, 2)
             return table[:, 0], table[:, 1]
 
-        from_rows, to_places = indices("sums that count", in_norm)
+        from_rows, to_places = indices("sums that count", counted)
         each = sums.each.new_zeros(len(self._places), sums.totals.numel())
         each.index_copy_(0, to_places, sums.each.index_select(0, from_rows))
         each, totals = self._agreement.add_up_sums(each, sums.totals)
@@ -191,7 +192,7 @@ class LinesOfRanks:
                 for i, over in enumerate(own.over):  # the shard is the only one of its stack
                     part = parts[self._first_parts[row.owner.key] + i]
                     whole = part.view(1, *shape_of_lines(own.whole_shape, over))
-                    if row.in_norm:
+                    if self._agreement.in_sums[row.owner.key]:
                         own.shard.put(over, of_stack[i][0], whole[0])
                     of_stack[i] = whole
         self._agreement.add_up_parameters(message)

@@ -626,6 +626,35 @@ def test_ordinary_tensors_may_be_replicated_on_some_ranks(four_ranks):
         optimizer.add_param_group({"params": [Parameter(torch.ones(1))], "replicated": ["a"]})
 
 
+def held_by_two_submeshes(name: str) -> list[tuple[float, float]]:
+    """Errors of norm and parameter, where two and two of four ranks hold shards of one matrix."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, whole = torch.distributed.get_rank(), torch.arange(1.0, 13.0).view(4, 3)
+    mesh = mesh_of(2, 2, names=("dp", "tp"))["tp"]
+    alone = Parameter(whole.clone())
+    alone.grad = whole.flip(0)
+    reference = getattr(ampopt, name)([alone], lr=0.1)
+    reference.unscale_and_step(grads_scaled_by=1.0, max_norm=1.0)
+    errors = []
+    for replicated in (True, [rank % 2, rank % 2 + 2]):
+        part: Any = Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
+        part.grad = distribute_tensor(whole.flip(0), mesh, [Shard(0)])
+        group = {"params": [part], "replicated": replicated}
+        optimizer = getattr(ampopt, name)([group], lr=0.1, process_group=world())
+        optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=1.0)
+        far = (part.detach().full_tensor() - alone.detach()).abs().max()
+        errors.append((float(optimizer.grad_norm - reference.grad_norm), float(far)))
+    return errors
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "NovoGrad", "Adafactor"])
+def test_shards_that_ranks_of_another_mesh_hold_alike_count_once(four_ranks, name):
+    """In the norm once among all ranks; in the sums of a rule once in each mesh."""
+    for errors in four_ranks.run(held_by_two_submeshes, name):
+        assert errors == [(pytest.approx(0, abs=1e-5),) * 2] * 2
+
+
 def in_lists_of_three(changes: str) -> str:
     """The error of a rank, where ranks 0 to 2 hold copies and the last one differs in ``changes``.
 
