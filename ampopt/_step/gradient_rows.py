@@ -220,13 +220,14 @@ def works_of(
         turns: for each row, in which turn it is updated; empty if all are at once. The rows of a
             later turn are another work of their device, which comes later.
     """
-    works: dict[tuple[torch.device, int], Work] = {}
+    parts: dict[tuple[torch.device, int], tuple[list[ParamRow], list[Any]]] = {}
     for row, grad, turn in zip(rows, grads, turns or [0] * len(rows), strict=True):
         device = (grad if row.param is None else row.param).device
-        work = works.get((device, turn))
-        if work is None:
-            own = Uploads() if turn else uploads.setdefault(device, Uploads())
-            works[device, turn] = work = Work(device, [], [], rule, uploads=own)
-        work.rows.append(row)
-        work.grads.append(grad)
-    return list(works.values())
+        own_rows, own_grads = parts.setdefault((device, turn), ([], []))
+        own_rows.append(row)
+        own_grads.append(grad)
+    works: list[Work] = []
+    for (device, turn), part in parts.items():
+        own = Uploads() if turn else uploads.setdefault(device, Uploads())
+        works.append(Work(device, *part, rule, uploads=own))
+    return works

@@ -211,9 +211,7 @@ class RuleRows:
         if averaged_over:
             of_lines = [local(state[part.name]) for part in rule.row_column_states_for(flags)]
             shard = ShardedMatrix(param) if dtensor.is_dtensor(param) else None
-            row.row_column_means = RowColumnMeans(
-                averaged_over, of_lines, p, row.compute_dtype, shard
-            )
+            row.row_column_means = RowColumnMeans(averaged_over, of_lines, tuple(p.shape), shard)
         return row
 
     def _drawn_indices(

@@ -14,7 +14,6 @@ from ampopt._step.gradients import named_params, params_of
 from ampopt._step.rank_agreement import Agreement
 from ampopt._step.rank_messages import Comparison
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import Sums
@@ -155,14 +154,14 @@ class LinesOfRanks:
             self._first_parts[id(param)] = len(self._sizes)
             self._sizes += [math.prod(shape_of_lines(param.shape, lines)) for lines in over]
 
-    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums | None]) -> None:
+    def __call__(self, works: Sequence[Work]) -> None:
         """See :data:`ampopt_kernels.step_data.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
         with_lines = (work for work in works if work.line_stacks)
-        self._add_up(works, lines, next(with_lines, works[0]).device)
+        self._add_up(works, next(with_lines, works[0]).device)
 
     def join_without_gradients(self, device: torch.device) -> None:
         """Take part in the all-reduce of other ranks, without gradients on this one.
@@ -170,30 +169,30 @@ class LinesOfRanks:
         Raises:
             RuntimeError: see :meth:`SameGradients.check`.
         """
-        self._add_up([], [], device)
+        self._add_up([], device)
 
-    def _add_up(
-        self, works: Sequence[Work], lines: Sequence[LineSums | None], device: torch.device
-    ) -> None:
-        """Replace the ``lines`` of each work, sums over local shards; all-reduce on ``device``."""
+    def _add_up(self, works: Sequence[Work], device: torch.device) -> None:
+        """Set the sums of whole parameters in the stacks of ``works``; all-reduce on ``device``."""
         if not self._first_parts:  # no parameter is a DTensor with rows and columns
             return
         keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
         message = torch.zeros(sum(self._sizes), dtype=widest(device), device=device)
         parts = message.split(self._sizes)
         self._same.write_counts(parts[0], keys)
-        for work, sums in zip(works, lines, strict=True):
-            stacks = () if sums is None else zip(work.line_stacks, sums.of_stacks, strict=True)
-            for (index, *_), of_stack in stacks:
-                row = work.rows[index]
-                own: Any = row.row_column_means
-                if own.shard is None or not work.is_present(index):
-                    continue
-                for i, over in enumerate(own.over):  # the shard is the only one of its stack
-                    part = parts[self._first_parts[row.owner.key] + i]
-                    whole = part.view(1, *shape_of_lines(own.whole_shape, over))
-                    if self._agreement.in_sums[row.owner.key]:
-                        own.shard.put(over, of_stack[i][0], whole[0])
-                    of_stack[i] = whole
+        for work, stack in ((w, stack) for w in works for stack in w.line_stacks):
+            index = stack.members[0]  # a shard is the only member
+            row = work.rows[index]
+            own: Any = row.row_column_means
+            if own.shard is None or not work.is_present(index):
+                continue
+            stack.whole_sums = [
+                parts[self._first_parts[row.owner.key] + i].view(
+                    1, *shape_of_lines(own.whole_shape, over)
+                )
+                for i, over in enumerate(own.over)
+            ]
+            if self._agreement.in_sums[row.owner.key]:
+                for over, sums, whole in zip(own.over, own.sums, stack.whole_sums, strict=True):
+                    own.shard.put(over, sums, whole[0])
         self._agreement.add_up_parameters(message)
         self._same.check(parts[0])

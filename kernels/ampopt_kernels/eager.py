@@ -16,7 +16,7 @@ from ampopt_kernels import codecs
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.gradient_terms import added, found_in, overflow_of
 from ampopt_kernels.low_bits import master_of, split_master
-from ampopt_kernels.row_column_means import LineSums, add_sums, of_rows, zero_sums
+from ampopt_kernels.row_column_means import add_sums
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
 from ampopt_kernels.step_data import Decision, Partials, Request
@@ -128,23 +128,20 @@ class Eager(Backend):
             ),
         )
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums | None:
+    def sum_lines(self, work: Work, decision: Decision) -> Tensor | None:
         """See :meth:`Backend.sum_lines`."""
         if self._sees_skip(decision):
             return None
         assert work.rule is not None
         n_h = work.rule.widths(len(work.hyper[0])).reduce
         h: list[tuple[Any, ...]] = [(0.0,) * n_h] * len(work.rows)
-        of_stacks = zero_sums(work)
-        sums = of_rows(work, of_stacks)
-        for index, _, _, coefficients in self._before_sums(work, work.rule, decision):
-            if index in sums:
-                add_sums(work, index, coefficients, sums[index])
+        work.clear_line_sums()
+        for index, row, _, coefficients in self._before_sums(work, work.rule, decision):
+            if row.row_column_means is not None:
+                add_sums(work, index, coefficients)
                 h[index] = coefficients[2:]
-        if self.host_sees:
-            return LineSums(of_stacks, h)
         numbers = as_tensor([x for own in h for x in own], widest(work.device), work.device)
-        return LineSums(of_stacks, numbers.view(-1, n_h))
+        return numbers.view(len(work.rows), n_h)
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

@@ -11,10 +11,11 @@ A *line* is a row or a column. Rows and columns here are those of matrices: the 
 of a parameter.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from ampopt_kernels.state import shape_of_lines
 from ampopt_kernels.tensors import widest
 
-__all__ = ["LineSums", "RowColumnMeans", "add_sums", "advance", "of_rows", "stacks_of", "zero_sums"]
+__all__ = ["RowColumnMeans", "Stack", "add_sums", "advance", "stacks_of"]
 
 _MANY = 1 << 15
 """Lines beyond which a matrix is not stacked: torch may divide their mean among threads, and then
@@ -32,44 +33,36 @@ _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are in memory at a time; on a CPU, as many as fit the cache of a core."""
 
 
+@dataclass(eq=False)
 class RowColumnMeans:
     """The means that a step takes of one parameter, of two dimensions or more, and their results.
 
     Attributes:
         over: ``"rows"`` or ``"columns"`` for each mean: what there is one value for.
         states: the states that have a ``shape``, of the whole parameter, also if it is sharded.
-        factors: for each mean, the tensor that kernels read: one value for each row, or column, of
-            this rank's shard, contiguous, in the arithmetic dtype. Each step overwrites it.
         shape: shape of this rank's shard.
-        whole_shape: shape of the whole parameter.
         shard: for a sharded parameter, its :class:`~ampopt._step.sharding.shards.ShardedMatrix`;
             else ``None``.
+        factors: for each mean, the tensor that kernels read: one value for each row, or column, of
+            this rank's shard, contiguous, in the arithmetic dtype. Each step overwrites it. A view
+            of the :attr:`Stack.factors`, made with the work.
+        sums: for each mean, the sums over the lines of this rank's shard: a view of the
+            :attr:`Stack.sums`.
     """
 
-    def __init__(
-        self,
-        over: tuple[str, ...],
-        states: Sequence[Tensor],
-        param: Tensor,
-        dtype: torch.dtype,
-        shard: Any = None,
-    ) -> None:
-        """Make factors of 0.
+    over: tuple[str, ...]
+    states: Sequence[Tensor]
+    shape: tuple[int, ...]
+    shard: Any = None
+    factors: list[Tensor] = field(init=False)
+    sums: list[Tensor] = field(init=False)
 
-        Args:
-            over: see the attribute.
-            states: see the attribute.
-            param: this rank's shard of the parameter, or the whole parameter.
-            dtype: the arithmetic dtype.
-            shard: see the attribute.
-        """
-        self.over, self.states, self.shard = over, states, shard
-        self.shape = tuple(param.shape)
-        self.whole_shape = self.shape if shard is None else shard.shape
-        shapes = (shape_of_lines(self.shape, over) for over in self.over)
-        self.factors = [torch.zeros(x, dtype=dtype, device=param.device) for x in shapes]
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.shape if self.shard is None else self.shard.shape
 
-    @functools.cached_property
+    @property
     def addresses(self) -> tuple[int, ...]:
         """The addresses of the factors, then row and column count of the shard."""
         return (*map(Tensor.data_ptr, self.factors), *self.shape[-2:])
@@ -86,54 +79,46 @@ class RowColumnMeans:
         )
 
 
-def stacks_of(rows: Iterable[Any]) -> list[list[int]]:
-    """The indices of the ``rows`` of each stack: of one shape and kind. A shard is alone."""
+class Stack:
+    """Parameters of one shape and kind, whose means are computed together. A shard is alone.
+
+    Attributes:
+        members: the indices of their rows in the work.
+        factors: for each mean, the factors of all members: shape (members, *shape of the lines).
+        sums: for each mean, the sums over lines of this step: ``widest``, with the same shape.
+            Those of a parameter without a gradient are unused.
+        whole_sums: the sums over lines of whole parameters, from which the means are computed.
+    """
+
+    def __init__(self, members: list[int], rows: Sequence[Any]) -> None:
+        """Make factors and sums, zeros, of ``members`` of ``rows``, which get views of them."""
+        self.members, row = members, rows[members[0]]
+        own, device = row.row_column_means, row.param.device
+        shapes = [(len(members), *shape_of_lines(own.shape, over)) for over in own.over]
+        self.factors, self.sums = (
+            [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+            for dtype in (row.compute_dtype, widest(device))
+        )
+        self.whole_sums = self.sums
+        for place, index in enumerate(members):
+            own = rows[index].row_column_means
+            own.factors, own.sums = ([x[place] for x in t] for t in (self.factors, self.sums))
+
+
+def stacks_of(rows: Sequence[Any]) -> list[Stack]:
+    """The stacks of all ``rows`` that have means."""
     stacks: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
         own = row.row_column_means
         if own is not None:
-            alone = own.shard is not None or any(x.numel() > _MANY for x in own.factors)
+            lines = (math.prod(shape_of_lines(own.shape, over)) for over in own.over)
+            alone = own.shard is not None or max(lines) > _MANY
             kind = row.kind, own.over, own.shape, index if alone else None
             stacks.setdefault(kind, []).append(index)
-    return list(stacks.values())
+    return [Stack(members, rows) for members in stacks.values()]
 
 
-class LineSums(NamedTuple):
-    """The sums over lines of one step, and what else the new states are computed from.
-
-    Attributes:
-        of_stacks: for each of ``work.line_stacks`` and each mean, the sums: ``widest``, shape
-            (parameters, *shape of the lines). Those of a parameter without a gradient are unused.
-        h: for each row of the work the numbers that ``averages`` gets: tuples of Python's numbers,
-            or a tensor: ``widest``, shape (rows of the work, numbers).
-    """
-
-    of_stacks: list[list[Tensor]]
-    h: Tensor | Sequence[tuple[float, ...]]
-
-
-def zero_sums(work: Any) -> list[list[Tensor]]:
-    """Zeros like :attr:`LineSums.of_stacks`, for the shards of this rank."""
-    wide, device = widest(work.device), work.device
-    return [
-        [
-            torch.zeros((len(members), *factor.shape), dtype=wide, device=device)
-            for factor in work.rows[members[0]].row_column_means.factors
-        ]
-        for members in work.line_stacks
-    ]
-
-
-def of_rows(work: Any, of_stacks: list[list[Tensor]]) -> dict[int, list[Tensor]]:
-    """By the index of each row that has means, its part of :attr:`LineSums.of_stacks`."""
-    return {
-        index: own
-        for members, sums in zip(work.line_stacks, of_stacks, strict=True)
-        for index, *own in zip(members, *map(Tensor.unbind, sums), strict=True)
-    }
-
-
-def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
+def advance(work: Any, h: Tensor, skipped: Tensor | None) -> None:
     """Compute new states and factors from the sums of this step, and store them.
 
     As many launches for a stack as for one parameter. On a GPU, a mean that ``Rule.factors``
@@ -141,76 +126,58 @@ def advance(work: Any, lines: LineSums, skipped: Tensor | None) -> None:
 
     Args:
         work: the rows of one device.
-        lines: the sums over lines, of whole parameters.
+        h: as :meth:`~ampopt_kernels.step.Backend.sum_lines` returns it.
         skipped: whether to keep the old states: bool, 0-d. ``None`` if the host knows that the
             step is not skipped.
     """
-    for members, sums in zip(work.line_stacks, lines.of_stacks, strict=True):
-        if 0 in work.rows[members[0]].row_column_means.whole_shape:
+    for stack in work.line_stacks:
+        members, several = stack.members, [work.rows[i].row_column_means for i in stack.members]
+        present, first = [work.is_present(i) for i in members], several[0]
+        if 0 in first.whole_shape or not any(present):
             continue  # there is nothing to average over
-        alike: dict[Any, list[int]] = {}  # by their numbers, if the host has them
-        for place, index in enumerate(members):
-            if work.is_present(index):
-                numbers = None if isinstance(lines.h, Tensor) else lines.h[index]
-                alike.setdefault(numbers, []).append(place)
-        for numbers, places in alike.items():
-            present = [members[place] for place in places]
-            chosen = [_chosen(work, x, f"sums with {present[0]}", places) for x in sums]
-            if numbers is None:
-                row = work.rows[present[0]]
-                h = _chosen(work, lines.h, f"rows with {present[0]}", present).to(row.compute_dtype)
-                each = len(present), *[1] * len(row.row_column_means.shape)
-                numbers = h.T.reshape(-1, *each).unbind()  # each broadcasts over the stack
-            _advance_stack(work, present, chosen, numbers, skipped)
-
-
-def _chosen(work: Any, tensor: Any, name: str, indices: list[int]) -> Tensor:
-    """The entries of ``tensor`` at the ``indices`` of this name, which increase."""
-    if len(indices) == len(tensor):
-        return tensor
-    return tensor[work.uploads.get(name, indices, torch.int64, work.device)]
-
-
-def _advance_stack(
-    work: Any, members: list[int], sums: list[Tensor], h: tuple[Any, ...], skipped: Tensor | None
-) -> None:
-    """:func:`advance` the rows ``members`` of one stack, which have gradients."""
-    several = [work.rows[i].row_column_means for i in members]
-    first, row = several[0], work.rows[members[0]]
-    dtype, (m, n) = row.compute_dtype, first.whole_shape[-2:]
-    means = tuple(
-        (total / (n if over == "rows" else m)).to(dtype)
-        for total, over in zip(sums, first.over, strict=True)
-    )
-    states: list[Any] = list(zip(*(own.states for own in several), strict=True))
-    old = [torch.stack(own) if len(own) > 1 else own[0][None] for own in states]
-    new, factors = (), means
-    if work.rule.factors is not None:
-        new, factors = work.rule.factors(means, tuple(x.to(dtype) for x in old), h, row.flags)
-    written: list[Tensor] = []
-    values: list[Tensor] = []
-    for tensors, before, after in zip(states, old, new, strict=True):
-        written += tensors
-        values += (after if skipped is None else torch.where(skipped, before, after)).unbind()
-    for i, factor in enumerate(factors):
+        row = work.rows[members[0]]
+        dtype, (m, n) = row.compute_dtype, first.whole_shape[-2:]
+        own_h = h
+        if len(members) < len(h):
+            at = work.uploads.get(f"rows with {members[0]}", members, torch.int64, work.device)
+            own_h = h[at]
+        # Each number broadcasts over the stack.
+        own_h = own_h.to(dtype).view(*own_h.shape, *[1] * len(first.shape)).unbind(1)
+        means = tuple(
+            (total / (n if over == "rows" else m)).to(dtype)
+            for total, over in zip(stack.whole_sums, first.over, strict=True)
+        )
+        states: list[Any] = list(zip(*(own.states for own in several), strict=True))
+        old = [torch.stack(own) if len(own) > 1 else own[0][None] for own in states]
+        new, factors = (), means
+        if work.rule.factors is not None:
+            new, factors = work.rule.factors(
+                means, tuple(x.to(dtype) for x in old), own_h, row.flags
+            )
+        written: list[Tensor] = []
+        values: list[Tensor] = []
+        for tensors, before, after in zip(states, old, new, strict=True):
+            kept = after if skipped is None else torch.where(skipped, before, after)
+            written += compress(tensors, present)
+            values += compress(kept.unbind(), present)
         if first.shard is None:
-            written += [own.factors[i] for own in several]
-            values += factor.unbind()
+            written += stack.factors
+            values += factors
         else:
-            first.shard.take(first.over[i], factor[0], first.factors[i])
-    if written:
-        torch._foreach_copy_(written, values)  # pyright: ignore[reportPrivateImportUsage]
+            for over, factor, own in zip(first.over, factors, first.factors, strict=True):
+                first.shard.take(over, factor[0], own)
+        if written:
+            torch._foreach_copy_(written, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def add_sums(work: Any, index: int, coefficients: Sequence[Any], sums: Sequence[Tensor]) -> None:
-    """Add, for each mean, the term of ``rule.averages`` summed over the lines of one row's shard.
+def add_sums(work: Any, index: int, coefficients: Sequence[Any]) -> None:
+    """Add each term of ``rule.averages``, summed over the lines of a row's shard, to its sums.
 
     Args:
         work: the rows of one device.
         index: the index of the row.
         coefficients: the reciprocal of the loss scale, the clip coefficient, then the numbers that
             ``averages`` gets; numbers, or 0-d tensors of the arithmetic dtype.
-        sums: for each mean the sums, added to in place: ``widest``, of the shape of the lines.
     """
     row = work.rows[index]
     own, (inverse, clip, *h), dtype = row.row_column_means, coefficients, row.compute_dtype
@@ -218,7 +185,7 @@ def add_sums(work: Any, index: int, coefficients: Sequence[Any], sums: Sequence[
     *batch, m, n = own.shape
     stack = math.prod(batch), m, n
     tensors = [t.view(stack) for t in (work.grads[index], *row.decoded_inputs)]
-    totals = [s.view(shape_of_lines(stack, over)) for s, over in zip(sums, own.over, strict=True)]
+    totals = [x.view(shape_of_lines(stack, o)) for x, o in zip(own.sums, own.over, strict=True)]
     chunk = _CHUNK_ON_CPU if work.device.type == "cpu" else _CHUNK_ON_DEVICES
     for some, rows in _chunks(*stack, chunk):
         g, p, *state = (t[some, rows].to(dtype) for t in tensors)

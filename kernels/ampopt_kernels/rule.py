@@ -119,8 +119,8 @@ class Rule:
             have a ``shape``, and returns the new values of these states, and for each mean a tensor
             of its shape, which takes its place. Matrices of equal shape may come stacked, so count
             dimensions from the last: ``row_var.mean(-2, keepdim=True)`` is the mean of each matrix.
-            The numbers in ``h`` may then be tensors that broadcast to the stack. A skipped step
-            stores nothing.
+            The numbers in ``h`` are tensors that broadcast to the stack. A skipped step stores
+            nothing.
         entries: ``entries(group, ndim, dtype) -> dict``, optional: values that replace entries of
             the param group, for parameters of ``ndim`` dimensions whose dtype, or that of the
             master, is ``dtype``. For example a flag for parameters that have no rows.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.row_column_means import LineSums, advance
+from ampopt_kernels.row_column_means import advance
 from ampopt_kernels.step_data import Coefficients, Decision, Partials, Request
 from ampopt_kernels.step_decision import RUNNING, Check, decide
 from ampopt_kernels.step_tensors import Work
@@ -154,11 +154,13 @@ class Backend(ABC):
         return decision
 
     @abstractmethod
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums | None:
-        """Sum the terms of ``rule.averages`` over rows and columns of the shards of this rank.
+    def sum_lines(self, work: Work, decision: Decision) -> Tensor | None:
+        """Write the sums of the terms of ``rule.averages`` to the ``sums`` of all line stacks.
 
         Returns:
-            The sums; ``None`` if the host knows that the step is skipped.
+            The numbers that ``averages`` gets for each row: ``widest``, shape (rows, numbers);
+            those of a row without a gradient are undefined. ``None``, and the sums are undefined,
+            if the host knows that the step is skipped.
         """
 
     @abstractmethod
@@ -226,7 +228,7 @@ def run(
             backend.update(work, decided)
     for backend, work in zip(backends, works, strict=True):
         if not backend.host_sees:  # then a graph of the device may be capturing this step
-            work.uploads.keep_while_captured(work.device, work.row_column_factors)
+            work.uploads.keep_while_captured(work.device, work.of_lines)
     return decision
 
 
@@ -272,12 +274,12 @@ def _average_lines(
 ) -> None:
     """Compute the means over rows and columns of this step; see ``row_column_means``."""
     each = list(zip(backends, works, decisions, strict=True))
-    lines = [backend.sum_lines(work, decision) for backend, work, decision in each]
+    numbers = [backend.sum_lines(work, decision) for backend, work, decision in each]
     if request.agree_on_lines is not None:
-        request.agree_on_lines(works, lines)
-    for (backend, work, decision), sums in zip(each, lines, strict=True):
-        if sums is not None:
-            advance(work, sums, None if backend.host_sees else decision.skip > 0)
+        request.agree_on_lines(works)
+    for (backend, work, decision), h in zip(each, numbers, strict=True):
+        if h is not None:
+            advance(work, h, None if backend.host_sees else decision.skip > 0)
 
 
 def _on(device: torch.device, request: Request) -> Request:

@@ -17,7 +17,6 @@ from torch import Tensor
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.next_scale import PolicyConstants
-from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step_decision import Check
 from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import AgreeOnSums, Sums
@@ -25,9 +24,10 @@ from ampopt_kernels.tensors import widest
 
 __all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
 
-AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums | None]], None]
-"""Replaces the sums over the shards of this rank, for each work, by those over whole parameters. A
-collective: every rank that has a shard calls it once."""
+AgreeOnLines = Callable[[Sequence[Work]], None]
+"""Sets the sums over lines of whole parameters, from those of the shards of this rank, in each
+:class:`~ampopt_kernels.row_column_means.Stack`. A collective: every rank that has a shard calls it
+once."""
 
 
 @dataclass

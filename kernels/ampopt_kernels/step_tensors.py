@@ -179,6 +179,7 @@ class Work:
         uploads: constants that are on the device already, kept from step to step.
         backend_rows: the rows in the backend's own form, kept from step to step; ``None`` until the
             backend makes it.
+        line_stacks: the rows whose rows and columns are averaged together.
         grads_version: a count that goes up when ``grads`` are replaced, so that a backend knows
             when addresses of gradients are out of date.
     """
@@ -194,6 +195,7 @@ class Work:
     ) -> None:
         """Store the rows, and what they are stepped with; see the attributes."""
         self.device, self.rows, self.rule = device, rows, rule
+        self.line_stacks = stacks_of(rows)
         self.uploads = Uploads() if uploads is None else uploads
         self.backend_rows: Any = None
         self.grads_version = 0
@@ -276,15 +278,15 @@ class Work:
         return [row.compute_dtype for row in self.rows]
 
     @property
-    def row_column_factors(self) -> Iterator[Tensor]:
-        """The row and column factors of all rows; see :attr:`RowColumnMeans.factors`."""
-        means = (row.row_column_means for row in self.rows)
-        return (factor for own in means if own is not None for factor in own.factors)
+    def of_lines(self) -> list[Tensor]:
+        """The factors and the sums over lines of all rows."""
+        return [tensor for stack in self.line_stacks for tensor in (*stack.factors, *stack.sums)]
 
-    @functools.cached_property
-    def line_stacks(self) -> list[list[int]]:
-        """The indices of the rows whose rows and columns are averaged together."""
-        return stacks_of(self.rows)
+    def clear_line_sums(self) -> None:
+        """Write 0 to the sums over lines, before a pass adds to them."""
+        for stack in self.line_stacks:
+            for sums in stack.sums:
+                sums.zero_()
 
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -288,7 +288,7 @@ def launches(case: Case) -> list[RecordedLaunch]:
     if over := rule.averages_for(case.flags):
         parts = rule.row_column_states_for(case.flags)
         states = [torch.zeros(part.beside((1, 64))) for part in parts]
-        row.row_column_means = RowColumnMeans(over, states, torch.empty(1, 64), row.compute_dtype)
+        row.row_column_means = RowColumnMeans(over, states, (1, 64))
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     steps_by = None if case.request == "unscale" else rule
     work = Work(torch.device("cpu"), [row], [tensor(low)], steps_by, hyper)

@@ -59,7 +59,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_h: int, owner: str) -> None:
     stacked = results(means, states, (number.expand(2, 1, 1),) * n_h)
     for place in range(2):
         own_means, own_states = (tuple(x[place] for x in stack) for stack in (means, states))
-        alone = results(own_means, own_states, (0.5,) * n_h)
+        alone = results(own_means, own_states, (number,) * n_h)
         expected = (("states", own_states), ("factors", own_means))
         for values, (role, like) in zip(alone, expected, strict=True):
             shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]

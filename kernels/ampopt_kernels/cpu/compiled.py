@@ -18,10 +18,10 @@ from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.gradient_terms import ACCUMULATION, MEASURES
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.cache import CacheError
-from ampopt_kernels.row_column_means import LineSums, of_rows, zero_sums
 from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
+from ampopt_kernels.uploads import on_host
 
 __all__ = ["Compiled"]
 
@@ -138,19 +138,21 @@ class Compiled(Backend):
         reports = (GradientReport(flags, range(n), work.owners),) if any(flags) else ()
         return Partials(flags, None, reports)
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums | None:
+    def sum_lines(self, work: Work, decision: Decision) -> Tensor | None:
         """See :meth:`Backend.sum_lines`."""
         skip, inverse, clip = decision.coefficients_on_host
+        rule = work.rule
+        assert rule is not None
         if skip > 0:
             return None
-        table, of_stacks = Table.of(work), zero_sums(work)
-        sums = of_rows(work, of_stacks)
-        h: list[tuple[float, ...]] = [()] * len(work.rows)
+        table, n_h = Table.of(work), rule.widths(len(work.hyper[0])).reduce
+        h = array("d", bytes(8 * n_h * len(work.rows)))
+        work.clear_line_sums()
         for rows in table.kinds:
             if "averages" in rows.kind.roles:
                 rows.before_sums(table, (inverse, clip))
-                rows.sum_lines(table, sums, h)
-        return LineSums(of_stacks, h)
+                rows.sum_lines(table, h)
+        return on_host(h, torch.float64).view(len(work.rows), n_h)
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""

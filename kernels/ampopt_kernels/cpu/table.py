@@ -88,6 +88,8 @@ class KindTable:
         self._which = array("q", bytes(8 * len(members)))
         self._rows = self._table.buffer_info()[0], len(members)
         self._results = self._numbers.buffer_info()[0], self._which.buffer_info()[0]
+        means = (rows[place].row_column_means for place in members)
+        self._sums = addresses([sums for own in means if own is not None for sums in own.sums])
 
     def _columns(self, rows: list[ParamRow]) -> Iterator[Sequence[int]]:
         """The columns of the table of ``rows``, those of the members."""
@@ -138,23 +140,21 @@ class KindTable:
         to = torch.get_num_threads(), sums.data_ptr()
         self._library.reduce(table.grads_at, *self._rows, *self._results, *to)
 
-    def sum_lines(
-        self, table: "Table", sums: dict[int, list[Tensor]], h: list[tuple[float, ...]]
-    ) -> None:
-        """Sum each term of ``averages`` over rows and columns, after :meth:`before_sums`.
+    def sum_lines(self, table: "Table", h: array) -> None:
+        """Add each term of ``averages``, summed over lines, to the sums; after :meth:`before_sums`.
 
         Args:
             table: has the gradients of this step.
-            sums: by row, zeros to add to: see ``row_column_means.of_rows``.
-            h: gets the numbers of ``averages`` of each row with a gradient.
+            h: gets the numbers of ``averages`` of each row of the work, one row after another.
         """
-        to = addresses(list(chain.from_iterable(sums[place] for place in self.members)))
-        threads = torch.get_num_threads(), to.buffer_info()[0]
-        self._library.averages(table.grads_at, *self._rows, *self._results, *threads)
+        to = torch.get_num_threads(), self._sums.buffer_info()[0]
+        self._library.averages(table.grads_at, *self._rows, *self._results, *to)
         width = self.kind.width_of("reduce")
+        n_h = width - 2  # after the coefficients
         for place, result in zip(self.members, self._which, strict=True):
             if result >= 0:
-                h[place] = tuple(self._numbers[result * width + 2 : (result + 1) * width])
+                numbers = self._numbers[result * width + 2 : (result + 1) * width]
+                h[place * n_h : (place + 1) * n_h] = numbers
 
 
 class Table:

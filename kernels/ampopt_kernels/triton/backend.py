@@ -9,7 +9,6 @@ from torch import Tensor
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.native import objects
-from ampopt_kernels.row_column_means import LineSums
 from ampopt_kernels.step import Backend
 from ampopt_kernels.step_data import Decision, Partials, Request
 from ampopt_kernels.step_tensors import Work
@@ -163,7 +162,7 @@ class Triton(Backend):
         self._launch(work.device, *control_launch(work, decision))
         return decision
 
-    def sum_lines(self, work: Work, decision: Decision) -> LineSums:
+    def sum_lines(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.sum_lines`. One launch for each term and kind of rows."""
         tiles, h = Tiles.of(work), decision.h
         assert h is not None
@@ -172,7 +171,8 @@ class Triton(Backend):
         given["coefficients"] = decision.coefficients_on_device
         for variant, programs, on_device in tiles.launches:
             self._launch(work.device, variant, programs, {**given, "tiles": on_device})
-        return LineSums(tiles.added_up(sums), h)
+        tiles.add_up(sums, work)
+        return h
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows."""

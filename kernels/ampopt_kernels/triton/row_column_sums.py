@@ -59,13 +59,16 @@ class Tiles:
             table.tiles = _divided(work, table)
         return table.tiles
 
-    def added_up(self, sums: Tensor) -> list[list[Tensor]]:
-        """For each stack and term, the sums of whole lines; see ``LineSums.of_stacks``.
+    def add_up(self, sums: Tensor, work: Work) -> None:
+        """Write the sums of whole lines to the ``sums`` of the line stacks of ``work``.
 
         Args:
             sums: float64, shape (size,): what ``line_kernel`` wrote.
+            work: the work that the tiles are of.
         """
-        return [[sums[at].view(shape).sum(1) for at, shape in stack] for stack in self.parts]
+        for stack, parts in zip(work.line_stacks, self.parts, strict=True):
+            for into, (at, shape) in zip(stack.sums, parts, strict=True):
+                torch.sum(sums[at].view(shape), 1, out=into)
 
 
 def _divided(work: Work, table: Table) -> Tiles:
@@ -81,7 +84,7 @@ def _divided(work: Work, table: Table) -> Tiles:
     stacks: list[list[tuple[slice, tuple[int, ...]]]] = []
     tiles: dict[Variant, array] = {}
     size = 0
-    for members in work.line_stacks:
+    for members in (stack.members for stack in work.line_stacks):
         row = work.rows[members[0]]
         own: Any = row.row_column_means
         m, n = own.shape[-2:]

@@ -168,7 +168,7 @@ def test_on_a_device_a_skip_is_selected():
 
     p, average = torch.ones(2, 3), torch.zeros(2, 3)
     states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]
-    means = RowColumnMeans(RULE.averages_for((False, False)), states, p, torch.float32)
+    means = RowColumnMeans(RULE.averages_for((False, False)), states, (2, 3))
     row = ParamRow(p.dtype, p, (average,), flags=(False, False), row_column_means=means)
     for bad, kept in ((float("inf"), True), (0.0, False)):
         before = [t.clone() for t in (p, average, *states)]
@@ -307,6 +307,34 @@ def whole_gradient(p: torch.Tensor, i: int) -> torch.Tensor:
     """Whole numbers, so that sums, in whatever order, are exact; larger in some places."""
     places = torch.arange(p.numel())
     return ((places * (7 + i) % 11 - 5) * 2 ** (places // 60 % 7)).to(p.dtype).view(p.shape)
+
+
+@jit
+def _gradient(p, g, state, h, flags):
+    return (g,)
+
+
+@jit
+def _shrunk(p, g, state, h, flags):
+    return p - 0.5 * (g - state[0]), ()
+
+
+class Fixed(ampopt.ElementwiseOptimizer):
+    """:class:`Centered` with a learning rate that is a number of the rule."""
+
+    rule = Rule(update=_shrunk, averages=_gradient, averages_over=("rows",), hyper=())
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rule_that_averages_may_have_no_numbers(backend):
+    ampopt.set_backend(backend)
+    p = Parameter(torch.zeros(1, 2))
+    p.grad = torch.tensor([[1.0, 3.0]])
+    Fixed([p]).unscale_and_step(grads_scaled_by=1.0)
+    assert p.tolist() == [[0.5, -0.5]]
 
 
 @pytest.mark.parametrize("bits, masters", [(32, True), (16, False), (8, True), (8, False)])

@@ -402,15 +402,13 @@ def given_to(shape: tuple[int, ...], dtypes: Any, seed: int, offset: int = 0) ->
 def line_sums(both: bool, tensors: list[Tensor], factors: Sequence[float]) -> Any:
     """The means of a parameter, and what the pass ``sum_lines`` returns for it."""
     grad, param, state = tensors
-    dtype = arithmetic(grad.dtype, param.dtype)
-    own = RowColumnMeans(LINES.averages_for((both,)), (), param, dtype)
+    own = RowColumnMeans(LINES.averages_for((both,)), (), tuple(param.shape))
     row = ParamRow(grad.dtype, param, (state,), flags=(both,), row_column_means=own)
     work, backend = Work(CPU, [row], [grad], LINES, [[0.3]]), Compiled()
     backend.prepare(work, Request(), decides=True)
     decision = Decision(torch.tensor(0.0), Coefficients(0.0, *factors))
-    lines = backend.sum_lines(work, decision)
-    assert lines is not None
-    return own, [sums.squeeze(0) for sums in lines.of_stacks[0]]
+    backend.sum_lines(work, decision)
+    return own, own.sums
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]

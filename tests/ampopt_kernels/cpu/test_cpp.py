@@ -24,7 +24,6 @@ from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.step_data import Coefficients, Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.tensors import arithmetic
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -66,17 +65,13 @@ def tensors_of(rule: Rule, flags: Any, dtypes: Any, n: int, seed: int) -> list[t
     return [*tensors, tensors[1].to(copy)] if copy is not None else tensors
 
 
-def row_column_means_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The means and factors of a stack of matrices; ``None`` if the rule has none."""
+def row_column_means_of(rule: Rule, flags: Any, p: torch.Tensor) -> Any:
+    """The means of a stack of matrices; ``None`` if the rule has none."""
     if not (over := rule.averages_for(flags)):
         return None
     columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
     rows = p.numel() // columns
-    shaped = p.view(-1, rows // (2 - rows % 2), columns)
-    means = RowColumnMeans(over, (), shaped, dtype)
-    for factor in means.factors:
-        factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
-    return means
+    return RowColumnMeans(over, (), (1 + (rows % 2 == 0), rows // (2 - rows % 2), columns))
 
 
 def updated(
@@ -97,9 +92,11 @@ def updated(
         copies[0] if copies else None,
         scalars=scalars,
         flags=flags,
-        row_column_means=row_column_means_of(rule, flags, param, arithmetic(*dtypes_of(tensors))),
+        row_column_means=row_column_means_of(rule, flags, param),
     )
     work = Work(torch.device("cpu"), [row], [grad], rule, [list(hyper)])
+    for factor in (x for stack in work.line_stacks for x in stack.factors):
+        factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
     backend.prepare(work, Request(), decides=True)
     n_terms = rule.widths(len(hyper)).terms
     sums = Sums(*(torch.full(shape, 0.75).double() for shape in ((1, n_terms), (n_terms,))))

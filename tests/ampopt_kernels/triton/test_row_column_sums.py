@@ -10,7 +10,7 @@ from support.kernel_rows import CPU
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.row_column_means import RowColumnMeans, add_sums, of_rows, zero_sums
+from ampopt_kernels.row_column_means import RowColumnMeans, add_sums
 from ampopt_kernels.step_data import Decision, Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 from ampopt_kernels.triton import backend as triton_backend
@@ -25,7 +25,7 @@ def matrix(shape, dtype, shift):
     """A row of Adafactor and its gradient, of whole numbers, so that sums are exact."""
     n = torch.Size(shape).numel()
     whole = (torch.arange(n + shift) * 7 % 11 - 5).to(dtype)[shift:].view(shape)
-    own = RowColumnMeans(rules.adafactor.averages_for(MATRIX), (), whole, torch.float32)
+    own = RowColumnMeans(rules.adafactor.averages_for(MATRIX), (), shape)
     return ParamRow(dtype, param=whole.clone(), flags=MATRIX, row_column_means=own), whole
 
 
@@ -43,12 +43,16 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
     factors = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
     h = torch.ones((len(rows), rules.adafactor.widths(6).reduce), dtype=torch.float64)
     decision = Decision(torch.zeros(()), factors, h=h)
-    found = of_rows(work, Triton().sum_lines(work, decision).of_stacks)
-    assert sorted(found) == [*range(len(shapes))]
-    expected = of_rows(work, zero_sums(work))
-    for index, sums in expected.items():
-        add_sums(work, index, (0.5, 1.0, *[1.0] * h.shape[1]), sums)
-        assert all(map(torch.equal, found[index], sums))
+    for stack in work.line_stacks:
+        for sums in stack.sums:
+            sums.fill_(torch.nan)
+    Triton().sum_lines(work, decision)
+    found = [sums.clone() for stack in work.line_stacks for sums in stack.sums]
+    work.clear_line_sums()
+    for index in range(len(rows)):
+        add_sums(work, index, (0.5, 1.0, *[1.0] * h.shape[1]))
+    expected = [sums for stack in work.line_stacks for sums in stack.sums]
+    assert all(map(torch.equal, found, expected))
 
 
 def adafactor(shapes):
