@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = options.device
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
+    if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
+        parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
     given = (name for name in _NOT_OF_SMALL if getattr(options, name) != parser.get_default(name))
     if options.small and (name := next(given, None)):
         parser.error(f"--small has its own steps, on one thread: leave out --{name}")
@@ -195,7 +197,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clock",
         choices=list(CLOCKS),
         default="wall",
-        help="cpu: CPU time of the thread, for a busy machine; default: wall",
+        help="cpu: CPU time of the thread, for a busy machine; busiest: that of the busiest of "
+        "several threads, on Linux, with OMP_WAIT_POLICY=PASSIVE; default: wall",
     )
     parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures to this file")
     parser.add_argument(

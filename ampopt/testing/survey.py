@@ -23,7 +23,7 @@ from hypothesis.errors import HypothesisException
 import ampopt
 from ampopt.testing.contract import OptimizerContract
 
-__all__ = ["PACKAGES", "Finding", "found_in", "survey", "table"]
+__all__ = ["PACKAGES", "Finding", "found_in", "plot", "survey", "table"]
 
 PACKAGES = (
     "torch.optim",
@@ -143,6 +143,34 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot(findings: Sequence[Finding], path: str) -> None:
+    """Draw a square for each optimizer and invariant, colored by verdict. Needs matplotlib.
+
+    Args:
+        findings: results of :func:`survey`.
+        path: path of the picture to write.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure  # which, unlike pyplot, needs no display
+
+    tried_findings = [finding for finding in findings if finding.refused is None]
+    names = list(dict.fromkeys(name for finding in tried_findings for name in finding.verdicts))
+    colors = {_NOT_ASKED: "#e0e0e0", _BROKEN: "#c0392b", _KEPT: "#2e8b57"}
+    order = list(colors)
+    squares = [
+        [order.index(finding.verdicts[name]) for name in names] for finding in tried_findings
+    ]
+    size = (3.0 + 0.22 * len(names), 4.0 + 0.2 * len(tried_findings))
+    figure = Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
+    panel.imshow(squares, cmap=ListedColormap(list(colors.values())), vmin=0, vmax=2, aspect="auto")
+    panel.set_xticks(range(len(names)), [n.replace("_", " ") for n in names], rotation=90)
+    panel.set_yticks(range(len(tried_findings)), [finding.name for finding in tried_findings])
+    panel.tick_params(labelsize=7)
+    panel.set_title("kept (green), broken (red), not asked of every optimizer (grey)", fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
     """Return a function that makes the extended optimizer with its defaults.
 
@@ -213,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="how many are drawn for each invariant; default: as the Hypothesis profile says, 100",
     )
     parser.add_argument("--output", type=Path, help="write the table to this file")
+    parser.add_argument("--plot", help="draw it to this file; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.examples is not None and options.examples < 1:
         parser.error("--examples: draw 1 or more")
@@ -233,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table(findings))
     else:
         options.output.write_text(table(findings), encoding="utf-8")
+    if options.plot:
+        plot(findings, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmark: all contenders do the same work, and every row and column is measured."""
 
+import concurrent.futures
 import contextlib
 import gc
 import importlib.util
@@ -217,6 +218,28 @@ def test_the_processors_time_is_less_than_what_passes():
         for clock in measure.CLOCKS
     }
     assert times["cpu"] < 0.02 <= times["wall"] + 1e-3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the clocks of threads as Linux has them")
+def test_the_busiest_of_several_threads_is_timed():
+    def work() -> None:
+        start = time.thread_time()
+        while time.thread_time() < start + 0.02:
+            pass
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+        times = {
+            clock: measure.interleaved(
+                {"work": lambda: pool.submit(work).result()},
+                lambda _: None,
+                CPU,
+                rounds=1,
+                clock=clock,
+            )["work"].median
+            for clock in ("cpu", "busiest")
+        }
+    assert times["cpu"] < 0.02 <= times["busiest"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampopt.testing import survey as surveys
-from ampopt.testing.survey import Finding, found_in, survey, table
+from ampopt.testing.survey import Finding, found_in, plot, survey, table
 
 FEW = (
     "test_split_is_joined",
@@ -73,12 +73,15 @@ def test_all_invariants_are_tested_unless_some_are_named():
     assert "✘" not in finding.verdicts.values(), finding.why
 
 
-def test_the_table_names_what_is_kept_broken_and_refused(findings):
+def test_the_table_and_the_picture(findings, tmp_path):
     rows = table(findings).splitlines()
     assert rows[2] == "| torch.Adagrad | 2 of 2 |  |"
     assert rows[3].startswith(f"| {__name__.partition('.')[0]}.Restless | 1 of 2 | `a_learning_")
     assert rows[4].endswith("| not tried: its constructor asks for temperature | |")
     assert table([Finding("a.B", refused="x | y")]).endswith("| not tried: x \\| y | |\n")
+    pytest.importorskip("matplotlib")
+    plot(findings, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_optimizers_of_a_package_are_found(monkeypatch):
