@@ -178,7 +178,8 @@ def _forward_in(
     """
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
     places = [place for place in _tensors(module, apart) if place[2].is_floating_point()]
-    copies = {path: tensor.to(dtype) for path, _, tensor in places}
+    of_each = {tensor: tensor.to(dtype) for _, _, tensor in places}
+    copies = {path: of_each[tensor] for path, _, tensor in places}  # tied ones stay tied
     forward = partial(type(module).forward, module) if own is None else own
     with with_tensors(module, copies):
         result = _call_in(dtype, forward, args, kwargs, (tensor for _, _, tensor in places))
@@ -219,7 +220,7 @@ def _in_own(model: nn.Module) -> set[nn.Module]:
 
 def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Path, module and tensor of each parameter and buffer, except in the modules ``but``."""
-    for prefix, module in model.named_modules(but, remove_duplicate=False):
+    for prefix, module in model.named_modules(but):
         for named_tensors in (module.named_parameters, module.named_buffers):
             for path, tensor in named_tensors(prefix, recurse=False, remove_duplicate=False):
                 yield path, module, tensor

@@ -275,6 +275,33 @@ def test_run_in_leaves_parameters_and_gives_them_gradients(dtype):
     )  # not rounded on the way
 
 
+def test_run_in_of_a_module_with_two_names_leaves_its_parameters():
+    """A layer that is used twice, under a name for each use, as models that share layers have."""
+    model: Any = nn.Module()
+    model.first = model.second = nn.BatchNorm1d(2)
+    model.forward = lambda x: model.second(model.first(x))
+    params, x = list(model.parameters()), torch.arange(8.0).reshape(4, 2)
+    expected = copy.deepcopy(model.first).double()
+    ampopt.run_in(model, torch.float64)
+    for _ in range(2):
+        out = model(x)
+        torch.testing.assert_close(out, expected(expected(x.double())))
+        out.square().sum().backward()
+    assert list(map(id, model.parameters())) == list(map(id, params))
+    assert all(p.grad is not None and p.dtype == FULL for p in params)
+    mean = model.first.running_mean
+    torch.testing.assert_close(mean, expected.running_mean, check_dtype=False)
+
+
+def test_run_in_keeps_buffers_tied_and_what_either_module_writes_to_them():
+    one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    other.running_mean = one.running_mean
+    model = ampopt.run_in(nn.Sequential(one, nn.Identity(), other), torch.float64)
+    model(torch.full((4, 2), 10.0))  # one sees a mean of 10, and other, after it, one of 0
+    assert one.running_mean is other.running_mean
+    torch.testing.assert_close(one.running_mean, torch.full((2,), 0.9))
+
+
 def test_run_in_around_kept_modules_in_whichever_order():
     one, other = Net(), Net()
     ampopt.cast(one, LOW)
