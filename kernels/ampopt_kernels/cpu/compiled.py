@@ -110,7 +110,9 @@ class Compiled(Backend):
             # Unscaling by 1 or less makes nothing larger: finite before means finite after.
             tests = not (0 <= inverse <= 1 and math.isfinite(squares.sum().item()))
             squares = table.counted(squares) * inverse * inverse
-        if tests:  # all rows, to have the flag of each
+        if request.write and not self.unscales_in_update(work, request):
+            finite = _unscale(work, inverse, flags)
+        elif tests:  # all rows, to have the flag of each
             finite = all([r.all_finite(table.grads_at, inverse, flags) for r in table.gradients])
         reports = ()
         if measures is not None or not finite:
@@ -119,8 +121,6 @@ class Compiled(Backend):
             overflows = [bool(flags[place]) for place in places]
             own = None if own is None else own.T
             reports = (GradientReport(overflows, places, work.owners, own),)
-        if request.write and not self.unscales_in_update(work, request):
-            _unscale(work, inverse)
         no_flags = finite and squares is None
         return Partials([] if no_flags else list(map(bool, flags)), squares, reports)
 
@@ -174,7 +174,7 @@ class Compiled(Backend):
         skip, inverse, clip = decision.coefficients_on_host
         if skip > 0:
             if decision.unscales:
-                _unscale(work, inverse)
+                _unscale(work, inverse, bytearray(len(work.rows)))
             return
         sums = () if decision.sums is None else tuple(map(Tensor.contiguous, decision.sums))
         table, addresses = Table.of(work), tuple(map(Tensor.data_ptr, sums)) or (None, None)
@@ -184,12 +184,16 @@ class Compiled(Backend):
             objects.bump_versions(work.present_grads)
 
 
-def _unscale(work: Work, inverse: float) -> None:
-    """Multiply the gradients of ``work`` in place by ``inverse``, the reciprocal of their scale."""
+def _unscale(work: Work, inverse: float, flags: bytearray) -> bool:
+    """Multiply the gradients of ``work`` in place by ``inverse``, the reciprocal of their scale.
+
+    Returns:
+        Whether all are finite. Else sets the flags of rows to 1.
+    """
     table = Table.of(work)
-    for rows in table.gradients:
-        rows.unscale(table.grads_at, inverse)
+    finite = all([rows.unscale(table.grads_at, inverse, flags) for rows in table.gradients])
     objects.bump_versions(work.present_grads)
+    return finite
 
 
 def _needed(error: Exception) -> str:

@@ -121,13 +121,17 @@ __attribute__((noinline)) static T largest(const T* x, int64_t size) {
 }
 
 // Whether the bits of all magnitudes are below ``bound``. Sets ``flags[place]`` of each other row.
-extern "C" int64_t all_below(
-    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t bound, char* flags
+// Calls then(elements, their number) for each part, once its elements are read.
+template <typename Then>
+static inline int64_t test(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t bound, char* flags,
+    const Then& then
 ) {
     const int64_t count = count_parts(grads, rows, n);
     T* most = new T[count];
-    each_part(grads, rows, n, threads, count, [=](const T* x, int64_t size, int64_t part) {
+    each_part(grads, rows, n, threads, count, [=](T* x, int64_t size, int64_t part) {
         most[part] = largest(x, size);
+        then(x, size);
     });
     bool below = true;
     for (int64_t i = 0, part = 0; i < n; ++i)
@@ -135,6 +139,13 @@ extern "C" int64_t all_below(
             if (most[part] >= bound) below = false, flags[rows[i].place] = 1;
     delete[] most;
     return below;
+}
+
+// See test().
+extern "C" int64_t all_below(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t bound, char* flags
+) {
+    return test(grads, rows, n, threads, bound, flags, [](T*, int64_t) {});
 }
 
 #if LEVEL >= 1
@@ -156,12 +167,13 @@ __attribute__((noinline)) static void multiply(T* x, int64_t size, Number factor
 #endif
 }
 
-// Multiplies each element by ``inverse``, in float64 if it is float64, else in float32.
-extern "C" void unscale(
-    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, double inverse
+// Also multiplies each element by ``inverse``, in float64 if it is float64, else in float32. The
+// memory is read once, as a part stays in the cache.
+extern "C" int64_t unscale(
+    const int64_t* grads, const Row* rows, int64_t n, int64_t threads, int64_t bound, char* flags,
+    double inverse
 ) {
-    const int64_t count = count_parts(grads, rows, n);
-    each_part(grads, rows, n, threads, count, [=](T* x, int64_t size, int64_t) {
+    return test(grads, rows, n, threads, bound, flags, [=](T* x, int64_t size) {
         multiply(x, size, inverse);
     });
 }

@@ -40,11 +40,12 @@ def _functions(dtype: torch.dtype, level: int) -> ctypes.CDLL:
     library = Library(source, tuple(f"-D{k}={v}" for k, v in constants.items())).load()
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     rows = pointer, pointer, number, number
-    library.all_below.argtypes, library.all_below.restype = (*rows, number, pointer), number
+    test = *rows, number, pointer
+    library.all_below.argtypes, library.all_below.restype = test, number
     if level >= _SQUARES:
         library.sums_of_squares.argtypes = (*rows, pointer)
         library.sums_of_squares.restype = None
-        library.unscale.argtypes, library.unscale.restype = (*rows, ctypes.c_double), None
+        library.unscale.argtypes, library.unscale.restype = (*test, ctypes.c_double), number
     if level >= _MEASURES:
         library.measure.argtypes = (*rows, pointer, ctypes.c_double, pointer, pointer)
         library.measure.restype = None
@@ -88,18 +89,22 @@ class GradientTable:
             inverse: the reciprocal of the scale.
             flags: 0 for each row of the work; written.
         """
+        below = _functions(self._dtypes[0], _TESTS).all_below
+        return bool(below(*self._tested(grads, inverse, flags)))
+
+    def unscale(self, grads: int, inverse: float, flags: bytearray) -> bool:
+        """As :meth:`all_finite`; also multiplies all gradients in place by ``inverse``."""
+        unscale = _functions(self._dtypes[0], _SQUARES).unscale
+        return bool(unscale(*self._tested(grads, inverse, flags), inverse))
+
+    def _tested(self, grads: int, inverse: float, flags: bytearray) -> tuple[int, ...]:
+        """The arguments of ``all_below`` of ``gradients.cpp``."""
         if 0 <= inverse <= 1:  # this makes nothing larger
             _, bound = _INFINITY[self._dtypes[0]]
         else:
             bound = _bounds(*self._dtypes, inverse)[2]
         own = ctypes.addressof(ctypes.c_char.from_buffer(flags))
-        below = _functions(self._dtypes[0], _TESTS).all_below
-        return bool(below(grads, *self._at, torch.get_num_threads(), bound, own))
-
-    def unscale(self, grads: int, inverse: float) -> None:
-        """Multiply all gradients in place by ``inverse``, the reciprocal of the scale."""
-        unscale = _functions(self._dtypes[0], _SQUARES).unscale
-        unscale(grads, *self._at, torch.get_num_threads(), inverse)
+        return grads, *self._at, torch.get_num_threads(), bound, own
 
     def add_squares(self, grads: int, sums: Tensor) -> None:
         """Add the sum of squares of each gradient to ``sums``, float64."""

@@ -21,6 +21,7 @@ from support.kernel_rows import (
     works,
 )
 
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.step_data import Request
 from ampopt_kernels.step_tensors import ParamRow, Work
 
@@ -104,6 +105,23 @@ def test_write_stores_the_unscaled_gradients(engine, plan, scale):
             torch.testing.assert_close(grad, value, rtol=eps, atol=2 * tiny)
     assert has_overflow(partials) == overflows(plan.build(), scale)
     built.assert_guards()
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_write_names_the_row_that_overflows_and_unscales_the_others(engine, bad, dtype):
+    spots = ((), ((CHUNK, bad),), ())
+    rows = tuple(RowPlan((CHUNK + 1,), dtype, 0, (1.0,), of_row) for of_row in spots)
+    built = WorkPlan(rows).build()
+    partials = ENGINES[engine]().detect(built.work, request(2.0, write=True))
+    (report,) = partials.reports
+    assert isinstance(report, GradientReport)
+    flags = partials.flags_on(CPU).tolist()
+    assert {row for row, flag in zip(report.rows, flags, strict=True) if flag > 0} == {1}
+    for grad in (built.grads[0], built.grads[2]):
+        assert (grad == 0.5).all()
+    assert (built.grads[1][:CHUNK] == 0.5).all()
 
 
 @each_engine
