@@ -136,17 +136,16 @@ def check_process_group(process_group: Any) -> None:
         return
     distributed: Any = torch.distributed
     available = distributed.is_available()
-    outside = available and process_group == distributed.GroupMember.NON_GROUP_MEMBER
-    if not outside and not (available and isinstance(process_group, distributed.ProcessGroup)):
+    if available and process_group == distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group does not contain this rank, {distributed.get_rank()}: give each rank "
+            "a group that contains it, and the ranks that share the model with it"
+        )
+    if not (available and isinstance(process_group, distributed.ProcessGroup)):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup, such as "
             "torch.distributed.group.WORLD, or mesh.get_group() of a DeviceMesh, or None, got "
             f"{type(process_group).__name__}"
-        )
-    if outside or distributed.get_rank(process_group) < 0:
-        raise ValueError(
-            f"process_group does not contain this rank, {distributed.get_rank()}: give each rank "
-            "a group that contains it, and the ranks that share the model with it"
         )
 
 

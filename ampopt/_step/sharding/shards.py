@@ -59,8 +59,7 @@ def runs_at(
     for place, pieces in cuts:
         dim: Any = dims[place]
         parts = (_chunk(runs[dim], piece, pieces) for piece in range(pieces))
-        own = (run for part in parts for run in _chunk(part, here[place], mesh[place]))
-        runs[dim] = _join_adjacent(own)
+        runs[dim] = [run for part in parts for run in _chunk(part, here[place], mesh[place])]
     return runs
 
 
@@ -76,17 +75,6 @@ def _chunk(runs: Sequence[Run], which: int, of: int) -> list[Run]:
             chunk.append(Run(run.start + first, last - first))
         at += run.length
     return chunk
-
-
-def _join_adjacent(runs: Any) -> list[Run]:
-    """``runs`` with adjacent runs joined."""
-    joined_runs: list[Run] = []
-    for run in runs:
-        if joined_runs and sum(joined_runs[-1]) == run.start:
-            joined_runs[-1] = Run(joined_runs[-1].start, joined_runs[-1].length + run.length)
-        else:
-            joined_runs.append(run)
-    return joined_runs
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

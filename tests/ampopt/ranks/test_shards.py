@@ -30,6 +30,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "fsdp": [(8, 3), (3,), (2,)],
     "hsdp": [(8, 3), (5,)],
     "tp": [(4, 2), (3, 5), (3,)],
+    "submeshes": [(4, 2), (3, 5)],
     "2-D": [(5, 6), (7,), (3, 2), (2,), (2,)],
     "strided": [(8, 3), (7, 2), (6,), (4, 3)],
 }
@@ -54,6 +55,8 @@ def meshes(layout: str) -> list[tuple[Any, list[Any]]]:
     if layout == "tp":
         flat = mesh["tp"]
         return [(flat, [rows]), (flat, [columns]), (flat, [whole])]
+    if layout == "submeshes":  # which only the mesh that they were sliced from contains
+        return [(mesh["dp"], [rows]), (mesh["tp"], [columns])]
     if layout == "strided":  # of fully_shard after ColwiseParallel, and RowwiseParallel
         strided = _StridedShard(0, split_factor=2)
         return [(mesh, [strided, rows])] * 3 + [(mesh, [rows, columns])]
@@ -218,7 +221,7 @@ def test_every_rule_is_stepped_by_parts(two_ranks, cls):
     check(two_ranks, "fsdp", "eager", cls.__name__, *FORMS[0], STORY)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "tp", "2-D", "strided"])
+@pytest.mark.parametrize("layout", ["hsdp", "tp", "submeshes", "2-D", "strided"])
 def test_rows_and_columns_are_averaged_over_all_ranks(four_ranks, layout):
     check(four_ranks, layout, "eager", "Adafactor", torch.float32, {}, STORY)
 
