@@ -35,7 +35,7 @@ kinds = st.sampled_from(["number", "tensor", "static", "dynamic", "none"])
 """Strategy of the kinds of loss scale; see :meth:`Records.use_scale`."""
 
 some_shape = by_machine(
-    lambda self: self.claims.shapes.filter(lambda shape: 0 < torch.Size(shape).numel() <= 12)
+    lambda self: self.claims.shapes.filter(lambda shape: torch.Size(shape).numel() > 0)
 )
 """Strategy of the shape of a parameter."""
 

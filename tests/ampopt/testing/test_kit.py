@@ -208,12 +208,13 @@ CAUSES = {
 @pytest.mark.parametrize("limit", CAUSES)
 def test_a_limit_is_suggested_only_if_the_example_passes_within_it(limit):
     def explained_by(passes):
-        drawn, claims = {"history": WHOLE}, ("plain_steps", "any_layout")
+        drawn, claims = {"history": WHOLE}, ("plain_steps", "checkpoints", "any_layout")
         return of_example("test_it", AssertionError(), drawn, claims, passes).explanations
 
     found = explained_by(lambda drawn: not CAUSES[limit](drawn["history"]))
-    assert found == tuple(dict.fromkeys((limit, "any_layout = False")))
-    assert explained_by(lambda drawn: False) == found[-1:]
+    last = ("checkpoints = False", "any_layout = False")
+    assert found == tuple(dict.fromkeys((limit, *last)))
+    assert explained_by(lambda drawn: False) == last
 
 
 @pytest.mark.parametrize("name", ["state_bits", "bits"])
@@ -252,6 +253,22 @@ def test_elements_are_permuted_only_where_that_changes_nothing(claim):
     contract: Any = type("Contract", (Contract,), {claim: False})
     with pytest.raises(unittest.SkipTest, match=f"not claimed: {claim}"):
         contract().test_elements_train_alike()
+
+
+@pytest.mark.parametrize("test", ["any_sequence_of_calls", "any_sequence_of_calls_is_near_float64"])
+def test_sequences_are_of_parameters_of_the_claimed_shapes_whatever_their_size(test):
+    seen = set()
+
+    class Contract(OptimizerContract):
+        shapes = hypothesis.strategies.just((4, 8))
+        settings = hypothesis.settings(max_examples=2, stateful_step_count=4, database=None)
+
+        def make(self, params):
+            seen.update(tuple(p.shape) for p in params)
+            return ampopt.SGD(params, lr=0.5)
+
+    getattr(Contract(), f"test_{test}")()
+    assert seen == {(4, 8)}
 
 
 def test_what_is_not_claimed_is_a_skip_under_unittest_too():
@@ -392,6 +409,26 @@ def test_of_a_tensor_the_first_element_that_differs_is_named():
         assert_same(bits(torch.tensor(-0.0)), bits(torch.tensor(0.0)), "zeros")
     with pytest.raises(AssertionError, match=r"and in 15 more places$"):
         assert_same(bits(list(one)), bits(list(one + 1)), "many")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "told"),
+    [
+        ({"a": None}, {"a": {"b": 1}}, "['a'] is None, not {'b': 1}"),
+        ({"a": {"b": 1}}, {"a": None}, "['a'] is {'b': 1}, not None"),
+        ([[1]], [None], "[0] is [1], not None"),
+        ([None], [[1]], "[0] is None, not [1]"),
+        ([1, 2], [1], "it is [1, 2], not [1]"),
+        (torch.ones(1), 1.0, "it is <float32 [1]: [1.0]>, not '1.0'"),
+        (torch.ones(1), torch.ones(1).int(), "it is <float32 [1]: [1.0]>, not <int32 [1]: [1]>"),
+        (torch.ones(1), torch.ones(()), "it is <float32 [1]: [1.0]>, not <float32 []: 1.0>"),
+        ("a" * 2000, "b", "it is other bits, not what was expected"),
+    ],
+)
+def test_results_of_other_kinds_dtypes_or_shapes_are_shown_whole(actual, expected, told):
+    with pytest.raises(AssertionError) as found:
+        assert_same(bits(actual), bits(expected), "two results")
+    assert str(found.value) == f"two results:\n  {told}"
 
 
 def test_bits_show_values():
