@@ -152,19 +152,10 @@ class Eager(Backend):
         if self._sees_skip(decision):
             return sums
         for index, row, whole, coefficients in self._before_sums(work, rule, decision):
-            dtype, (*factor, h) = row.compute_dtype, (*coefficients[:2], coefficients[2:])
-            inputs = (whole, *row.inputs)
-            if row.row_column_means is not None or row.is_coded:
-                inputs = tuple(map(flat, inputs))
-            start = 0
-            for tensors in _chunks(*inputs):
-                end = start + tensors[0].numel()
-                states = row.decoded(tensors[2:], start, end)
-                grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *states))
-                g = grad * factor[0] * factor[1]
-                state = (*state, *row.row_column_factors(start, end))
-                terms = rule.on_tensors("reduce", dtype)(param, g, state, h, row.flags)
-                start = end
+            inverse, clip, *h = coefficients
+            terms_of = rule.on_tensors("reduce", row.compute_dtype)
+            for _, _, param, g, state in _inputs(row, whole, inverse, clip):
+                terms = terms_of(param, g, state, tuple(h), row.flags)
                 sums[index] += torch.stack([term.to(wide).sum() for term in terms])
         return sums
 
@@ -179,24 +170,16 @@ class Eager(Backend):
         for index, row, whole in work.present_rows():
             dtype, key = row.compute_dtype, row.random_key
             h = tuple(_cast(x, dtype) for x in advanced[index])
-            n, start = 1 + len(row.state), 0
-            tensors = (whole, *row.outputs)
-            # Flattened in memory order, by which the indices of elements are numbered.
-            has_indices = key is not None or rule.draws
-            if has_indices or row.row_column_means is not None:
-                tensors = tuple(map(flat, tensors))
-            for grad, *chunk in _chunks(*tensors):
-                end, position = start + grad.numel(), None
+            update, has_indices = rule.on_tensors("update", dtype), key is not None or rule.draws
+            inputs = _inputs(
+                row, whole, _cast(inverse, dtype), _cast(clip, dtype), in_order=has_indices
+            )
+            for start, chunk, param, g, state in inputs:
+                position = None
                 if has_indices:
-                    position = row.indices.after(start).of(grad.numel(), work.device)
-                g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
-                old_states = row.decoded(chunk[1:n], start, end)
-                full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])
-                param, *state = (t.to(dtype) for t in (full, *old_states))
-                update = rule.on_tensors("update", dtype)
+                    position = row.indices.after(start).of(g.numel(), work.device)
                 at = ((position, param),) * rule.draws
-                inputs = (*state, *row.row_column_factors(start, end))
-                param, state = update(param, g, inputs, h, row.flags, *at)
+                param, state = update(param, g, state, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
                 if position is not None and key is not None:
                     if row.rounds:
@@ -204,9 +187,8 @@ class Eager(Backend):
                     if row.low is not None:
                         u = codecs.uniform(position, key, -1)
                         param, *copy = split_master(param, chunk[0].dtype, u)
-                chunk += [x for x in row.scales_at(start, end) if x is not None]
+                chunk += [x for x in row.scales_at(start, start + g.numel()) if x is not None]
                 states, scales = codecs.encoded_each(state, row.codecs, position, key)
-                start = end
                 pairs = zip(chunk, (param, *states, *copy, *scales), strict=True)
                 news = [_kept(skip, old, new.to(old.dtype)) for old, new in pairs]
                 # A rule may return an argument as another state: read it before it is written.
@@ -345,6 +327,36 @@ def _hand_out(h: Iterable[Any], members: list[int], to: list[tuple[Any, ...]]) -
     per_row = [x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in h]
     for place, i in enumerate(members):
         to[i] = tuple(values[place] for values in per_row)
+
+
+def _inputs(
+    row: ParamRow, grad: Tensor, inverse: Any, clip: Any, *, in_order: bool = False
+) -> Iterator[tuple[int, list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Yield, chunk by chunk, what ``reduce`` and ``update`` get.
+
+    Args:
+        row: the row.
+        grad: its gradient.
+        inverse: the reciprocal of the loss scale, in the arithmetic dtype.
+        clip: the clip coefficient, in the arithmetic dtype.
+        in_order: whether chunks are flattened in memory order, by which elements are numbered.
+
+    Yields:
+        The index of the first element; the chunk's elements of ``row.outputs``; and the arguments
+        ``p``, ``g`` and ``state``.
+    """
+    dtype, n, start = row.compute_dtype, 1 + len(row.state), 0
+    tensors = (grad, *row.outputs)
+    if in_order or row.is_coded or row.row_column_means is not None:
+        tensors = tuple(map(flat, tensors))
+    for own, *chunk in _chunks(*tensors):
+        end = start + own.numel()
+        full = chunk[0] if row.low is None else master_of(chunk[0], chunk[n])
+        states = row.decoded(chunk[1:n], start, end)
+        param, *state = (t.to(dtype) for t in (full, *states))
+        g = own.to(dtype) * inverse * clip
+        yield start, chunk, param, g, (*state, *row.row_column_factors(start, end))
+        start = end
 
 
 def _chunks(*tensors: Tensor):

@@ -93,19 +93,13 @@ class ParamRow:
         return tuple([t for t in every if t is not None])
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The parameter, or its whole 24-bit master, and the states as they are stored."""
+    def decoded_inputs(self) -> tuple[Tensor, ...]:
+        """The parameter, or its whole 24-bit master, and the values of the states."""
         assert self.param is not None
         full = self.param if self.low is None else master_of(self.param, self.low)
-        return (full, *self.state)
-
-    @property
-    def decoded_inputs(self) -> tuple[Tensor, ...]:
-        """:attr:`inputs`, with the values of states that have codecs."""
-        full, *states = self.inputs
-        if self.is_coded:
-            states = self.decoded(list(map(flat, states)), 0, full.numel())
-        return (full, *states)
+        if not self.is_coded:
+            return (full, *self.state)
+        return (full, *self.decoded(list(map(flat, self.state)), 0, full.numel()))
 
     @property
     def is_coded(self) -> bool:
