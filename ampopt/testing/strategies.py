@@ -33,6 +33,7 @@ __all__ = [
     "histories",
     "hyperparameters",
     "loss_scales",
+    "non_finite_steps",
     "parameters",
     "powers_of_two",
     "shapes",
@@ -323,3 +324,26 @@ def histories(
     if groups and len(params) > 1:
         cuts = draw(_sampled_from(_subsets(tuple(range(1, len(params))), least=0)))
     return History(tuple(params), tuple(steps), cuts)
+
+
+@st.composite
+def non_finite_steps(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
+    **of_gradients: Any,
+) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
+    """Strategy of parameters, and of gradients with edge values, some of them non-finite.
+
+    Args:
+        draw: passed by Hypothesis.
+        dtypes: dtypes of the parameters.
+        of_shapes: strategy of the parameters' shapes; ``None`` for :func:`shapes`.
+        of_gradients: further arguments of :func:`gradients`.
+    """
+    params = draw(
+        parameters(dtypes=dtypes, of_shapes=of_shapes).filter(lambda ps: any(p.numel for p in ps))
+    )
+    step = draw(gradients(params, kind="edge", **of_gradients).filter(spoilable))
+    return params, draw(spoiled(step))

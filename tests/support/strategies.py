@@ -15,10 +15,10 @@ from ampopt.testing.strategies import (
     gradients,
     histories,
     loss_scales,
+    non_finite_steps,
     parameters,
     powers_of_two,
     shapes,
-    spoilable,
     spoiled,
     values,
 )
@@ -42,25 +42,6 @@ __all__ = [
     "spoiled",
     "values",
 ]
-
-
-@st.composite
-def non_finite_steps(
-    draw: st.DrawFn,
-    *,
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
-    **of_gradients: Any,
-) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
-    """Strategy of parameters, and of gradients with edge values, some of them non-finite.
-
-    Args:
-        draw: passed by Hypothesis.
-        dtypes: dtypes of the parameters.
-        of_gradients: further arguments of ``gradients``.
-    """
-    params = draw(parameters(dtypes=dtypes).filter(lambda ps: any(p.numel for p in ps)))
-    step = draw(gradients(params, kind="edge", **of_gradients).filter(spoilable))
-    return params, draw(spoiled(step))
 
 
 def fewer(factor: float) -> settings:
