@@ -64,7 +64,9 @@ def _update(
     buffer = dtensor.local(optimizer.state[param]["momentum_buffer"])
     grad, momentum = dtensor.local(param.grad), group["momentum"]
     buffer.lerp_(grad, 1 - momentum)
-    return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+    update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+    # A copy of the buffer, as torch divides what it orthogonalizes by its norm, in place.
+    return update.to(torch.bfloat16, copy=update is buffer)
 
 
 def _matrices_of(optimizer: Any, params: list[Any]) -> WholeMatrices | None:

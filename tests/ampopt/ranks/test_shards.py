@@ -370,6 +370,26 @@ def test_muon_steps_the_shards_that_have_gradients(four_ranks):
     assert four_ranks.run(with_some_gradients) == [[True] * 3] * 4
 
 
+def momenta_in_bfloat16() -> list[bool]:
+    """Whether the momentum is right: of a plain matrix, of one on a mesh of one rank, of shards."""
+    from torch.distributed.tensor import Shard
+
+    alone, grad = mesh_of(4, 1, names=("all", "one"))["one"], numbers((5, 4), 1).bfloat16()
+    places = [ORDINARY, (alone, [Shard(0)]), (mesh_of(4), [Shard(0)])]
+    params: Any = [Parameter(placed(torch.zeros_like(grad), *place)) for place in places]
+    optimizer = ampopt.Muon(params, nesterov=False)
+    for param, place in zip(params, places, strict=True):
+        param.grad = placed(grad, *place)
+    optimizer.step()
+    momentum = torch.zeros_like(grad).lerp_(grad, 0.05)
+    return [torch.equal(whole(optimizer.state[p]["momentum_buffer"]), momentum) for p in params]
+
+
+def test_muon_does_not_divide_the_momentum_that_it_orthogonalizes(four_ranks):
+    """As torch's step does to a bfloat16 momentum before pytorch/pytorch#194664."""
+    assert four_ranks.run(momenta_in_bfloat16) == [[True] * 3] * 4
+
+
 def steady(form: str) -> int:
     """How many times four steps find out anew which ranks all-reduce together."""
     made: list[None] = []
