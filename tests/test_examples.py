@@ -31,7 +31,7 @@ def settings():
         for name, value in os.environ.items()
         if name not in ("TRITON_INTERPRET", "AMPOPT_BACKEND")
     }
-    # With eager, no run is long enough to have its rule compiled, which would take a while.
+    # With eager, no run waits for a compiler.
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     return {**kept, "PYTHONPATH": path, "AMPOPT_BACKEND": "eager"}
 
