@@ -6,6 +6,7 @@ import re
 import unittest
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from hypothesis.strategies import just
 from support import torch_options
 from support.authored_optimizers import Selecting
 from support.optimizers import Plain
@@ -260,7 +262,7 @@ def test_sequences_are_of_parameters_of_the_claimed_shapes_whatever_their_size(t
     seen = set()
 
     class Contract(OptimizerContract):
-        shapes = hypothesis.strategies.just((4, 8))
+        shapes = just((4, 8))
         settings = hypothesis.settings(max_examples=2, stateful_step_count=4, database=None)
 
         def make(self, params):
@@ -269,6 +271,34 @@ def test_sequences_are_of_parameters_of_the_claimed_shapes_whatever_their_size(t
 
     getattr(Contract(), f"test_{test}")()
     assert seen == {(4, 8)}
+
+
+@pytest.mark.parametrize(("place", "is_compared"), [(3, True), (20, False)])
+def test_of_large_parameters_the_first_elements_are_compared_with_float64(place, is_compared):
+    """The more elements, the likelier one of them is off by more than the copies of its own."""
+
+    class Off(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.view(-1)[place] += 1.0
+
+    class Contract(OptimizerContract):
+        def make(self, params):
+            return ampopt.SGD(params, lr=0.0)
+
+        def reference(self, params, **options):
+            return Off(params)
+
+    state = Contract.float64_machine()
+    try:
+        begin: Any = {"dtype": torch.float32, "options": {}, "on_device": False, "kind": "number"}
+        state.begin(shapes=[(4, 8)], **begin)
+        with pytest.raises(AssertionError, match="off by 1,") if is_compared else nullcontext():
+            state.advance()
+    finally:
+        state.teardown()
 
 
 def test_what_is_not_claimed_is_a_skip_under_unittest_too():
