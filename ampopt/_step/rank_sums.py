@@ -155,7 +155,7 @@ class LinesOfRanks:
             self._sizes += [math.prod(shape_of_lines(param.shape, lines)) for lines in over]
 
     def __call__(self, works: Sequence[Work]) -> None:
-        """See :data:`ampopt_kernels.step_data.AgreeOnLines`.
+        """See :attr:`Request.agree_on_lines <ampopt_kernels.step_data.Request.agree_on_lines>`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.

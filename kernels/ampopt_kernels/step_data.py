@@ -22,12 +22,7 @@ from ampopt_kernels.step_tensors import Work
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
 
-__all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
-
-AgreeOnLines = Callable[[Sequence[Work]], None]
-"""Sets the sums over lines of whole parameters, from those of the shards of this rank, in each
-:class:`~ampopt_kernels.row_column_means.Stack`. A collective: every rank that has a shard calls it
-once."""
+__all__ = ["Coefficients", "Decision", "Partials", "Request"]
 
 
 @dataclass
@@ -56,7 +51,9 @@ class Request:
         agree: ``agree(partials, found_inf, device) -> partials``: all-reduces flags and sums of
             squares over ranks, and returns one flag and one sum, on ``device``.
         agree_on_sums: all-reduces the sums that ``Rule.reduce`` asks for.
-        agree_on_lines: all-reduces the sums over rows and columns that ``Rule.averages`` asks for.
+        agree_on_lines: all-reduces the sums over rows and columns that ``Rule.averages`` asks for:
+            sets the ``whole_sums`` of each :class:`~ampopt_kernels.row_column_means.Stack` of the
+            works. A collective: every rank that has a shard calls it once.
         measure: whether to measure gradients for :mod:`ampopt.watching`; see
             :class:`GradientReport`.
         earlier_decision: the decision that ``unscale`` made about the same gradients before this
@@ -80,7 +77,7 @@ class Request:
     accumulate: bool = False
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
     agree_on_sums: AgreeOnSums | None = None
-    agree_on_lines: AgreeOnLines | None = None
+    agree_on_lines: Callable[[Sequence[Work]], None] | None = None
     measure: bool = False
     earlier_decision: "Decision | None" = None
     causes: tuple[Any, ...] = ()
