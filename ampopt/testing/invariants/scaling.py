@@ -1,6 +1,5 @@
 """Invariants: a loss scale changes nothing about a step except whether it overflows."""
 
-import math
 from typing import Any
 
 import torch
@@ -145,7 +144,9 @@ class Scaling(Claims):
             values[(0,) * values.ndim] = 2.0 ** (norm + 3)
             if clip:
                 trained.optimizer.unscale(grads_scaled_by=8.0)
-                clip_grad_norm(trained.params, 2.0**limit)
+                # As clip_grad_norm_ does, which cannot take the norm of sparse gradients itself.
+                total = torch.tensor(2.0**norm)
+                torch.nn.utils.clip_grads_with_norm_(trained.params, 2.0**limit, total)
                 trained.optimizer.step_after_unscale()
             else:
                 trained.optimizer.unscale_and_step(grads_scaled_by=8.0, max_norm=2.0**limit)
@@ -259,14 +260,3 @@ class Scaling(Claims):
 def values_of(grad: torch.Tensor) -> torch.Tensor:
     """Copy the elements of a dense or sparse gradient."""
     return (grad.coalesce().values() if grad.is_sparse else grad).detach().clone()
-
-
-def clip_grad_norm(params: Any, limit: float) -> None:
-    """``torch.nn.utils.clip_grad_norm_``, extended to sparse gradients."""
-    if not any(p.grad is not None and p.grad.is_sparse for p in params):
-        torch.nn.utils.clip_grad_norm_(params, limit)
-        return
-    grads = [p.grad for p in params if p.grad is not None]
-    norm = math.sqrt(sum(float(values_of(g).double().norm() ** 2) for g in grads))
-    for grad in grads:
-        grad.mul_(min(1.0, limit / norm))
