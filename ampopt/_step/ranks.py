@@ -130,7 +130,7 @@ def check_process_group(process_group: Any) -> None:
 
     Raises:
         TypeError: ``process_group`` is not a ``torch.distributed.ProcessGroup``.
-        ValueError: ``process_group`` does not contain this rank.
+        ValueError: ``process_group`` does not contain this rank, or was destroyed.
     """
     if process_group is None:
         return
@@ -147,6 +147,7 @@ def check_process_group(process_group: Any) -> None:
             "torch.distributed.group.WORLD, or mesh.get_group() of a DeviceMesh, or None, got "
             f"{type(process_group).__name__}"
         )
+    distributed.get_rank(process_group)  # raises for a group that was destroyed
 
 
 def _check_has_all(process_group: Any, holders: Iterable[Sequence[int]]) -> None:

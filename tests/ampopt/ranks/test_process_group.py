@@ -384,6 +384,21 @@ def test_a_group_without_this_rank_is_refused(two_ranks):
         ampopt.LBFGS([Parameter(torch.ones(2))], process_group="world")  # pyright: ignore
 
 
+def destroyed() -> str:
+    group: Any = torch.distributed.new_group([0, 1])
+    torch.distributed.destroy_process_group(group)
+    try:
+        ampopt.AdamW([Parameter(torch.ones(2))], process_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_was_destroyed_is_refused_in_torchs_words(two_ranks):
+    for text in two_ranks.run(destroyed):
+        assert "is not registered" in text
+
+
 def copies() -> list[Any]:
     p = Parameter(torch.ones(2))
     optimizers = ampopt.AdamW([p], process_group=world()), Plain([p], lr=0.5)
