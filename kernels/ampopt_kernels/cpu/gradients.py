@@ -90,15 +90,15 @@ class GradientTable:
             flags: 0 for each row of the work; written.
         """
         below = _functions(self._dtypes[0], _TESTS).all_below
-        return bool(below(*self._tested(grads, inverse, flags)))
+        return bool(below(*self._test_arguments(grads, inverse, flags)))
 
     def unscale(self, grads: int, inverse: float, flags: bytearray) -> bool:
         """As :meth:`all_finite`; also multiplies all gradients in place by ``inverse``."""
         unscale = _functions(self._dtypes[0], _SQUARES).unscale
-        return bool(unscale(*self._tested(grads, inverse, flags), inverse))
+        return bool(unscale(*self._test_arguments(grads, inverse, flags), inverse))
 
-    def _tested(self, grads: int, inverse: float, flags: bytearray) -> tuple[int, ...]:
-        """The arguments of ``all_below`` of ``gradients.cpp``."""
+    def _test_arguments(self, grads: int, inverse: float, flags: bytearray) -> tuple[int, ...]:
+        """The arguments of ``test`` of ``gradients.cpp``, but for its last."""
         if 0 <= inverse <= 1:  # this makes nothing larger
             _, bound = _INFINITY[self._dtypes[0]]
         else:
