@@ -1,5 +1,6 @@
 """Optimizers whose update is a rule: a step is a few kernel launches, and never synchronizes."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -264,7 +265,7 @@ class ElementwiseOptimizer(Optimizer):
                 )
             check_options(param_group)
             # Of torch's classes the defaults of the constructor: eps of Adafactor may have None.
-            torchs = _torchs_signature(self).parameters
+            torchs = _torchs_signature(type(self)).parameters
             likes = {**self.defaults, **{name: each.default for name, each in torchs.items()}}
             for name in {*self.rule.hyper, *self.rule.flags} & param_group.keys() & likes.keys():
                 check_like(name, param_group[name], likes[name])
@@ -369,7 +370,7 @@ def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         TypeError: see :func:`ampopt._step.hyperparameters.check_like`, as for ``ValueError``.
     """
-    signature = _torchs_signature(optimizer)
+    signature = _torchs_signature(type(optimizer))
     kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
     try:
         given = signature.bind_partial(optimizer, *args, **kwargs).arguments
@@ -379,10 +380,11 @@ def _check_arguments(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, An
         check_like(name, value, signature.parameters[name].default)
 
 
-def _torchs_signature(optimizer: Any) -> inspect.Signature:
-    """The signature of torch's constructor; an empty one if ``optimizer`` has none of torch's."""
+@functools.lru_cache(maxsize=256)  # every param group is checked by it
+def _torchs_signature(cls: type) -> inspect.Signature:
+    """The signature of torch's constructor; an empty one if ``cls`` is of none of torch's."""
     classes = vars(torch.optim).values()
-    theirs = next((cls for cls in type(optimizer).__mro__ if cls in classes), None)
+    theirs = next((base for base in cls.__mro__ if base in classes), None)
     return inspect.Signature() if theirs is None else inspect.signature(theirs.__init__)
 
 
