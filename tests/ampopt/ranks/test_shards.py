@@ -728,6 +728,36 @@ def test_a_mesh_of_some_ranks_whose_dimensions_have_no_names(four_ranks):
         assert "rank 0: 1.0; rank 1: 2.0" in of_scales
 
 
+def on_a_part_of_the_ranks() -> list[tuple[float, float]]:
+    """Flag and norm of steps on a mesh of two dimensions that has two of the four ranks."""
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of(2, 2, 1, names=("pp", "dp", "tp"))
+    stage, steps = mesh.get_local_rank("pp"), []
+    placements = [Shard(0), Shard(1)]
+    params: Any = [
+        Parameter(placed(torch.ones(4, 4), mesh["dp", "tp"], placements)),
+        Parameter(placed(torch.ones(4), mesh["dp"], placements[:1])),
+    ]
+    optimizer = ampopt.SGD(params, lr=0.25)
+    for value in (1.0, float("inf")):
+        whole_grad = torch.ones(4, 4)
+        whole_grad[-1, -1] = 1.0 if stage else value
+        params[0].grad = placed(whole_grad, mesh["dp", "tp"], placements)
+        params[1].grad = torch.ones_like(params[1])
+        result = optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=float("inf"))
+        assert optimizer.grad_norm is not None
+        steps.append((result.found_inf.item(), optimizer.grad_norm.item()))
+    return steps
+
+
+def test_ranks_of_a_submesh_of_two_dimensions_decide_together(four_ranks):
+    norm = 20.0**0.5
+    first = [(0.0, pytest.approx(norm)), (1.0, float("inf"))]
+    second = [(0.0, pytest.approx(norm))] * 2
+    assert four_ranks.run(on_a_part_of_the_ranks) == [first, first, second, second]
+
+
 def outside_of_the_mesh(name: str, bits_: int, is_told: bool) -> tuple[Any, ...]:
     """Parameter and states on this rank, after a step of what the mesh of rank 0 alone has."""
     from torch.distributed.device_mesh import DeviceMesh
