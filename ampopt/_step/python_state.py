@@ -311,8 +311,8 @@ class PythonState:
 
 
 def _has_same_objects(was: Any, now: Any) -> bool:
-    """Whether two containers have the same mutable objects at the same places."""
-    if type(was) is not type(now) or len(was) != len(now):
+    """Whether two containers of one type have the same mutable objects at the same places."""
+    if len(was) != len(now):
         return False
     if isinstance(was, dict):
         if not _same([*was], [*now]):
