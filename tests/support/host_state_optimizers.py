@@ -94,6 +94,10 @@ def add_one(array: Any) -> None:
     array += 1
 
 
+def transpose(array: Any) -> None:
+    array.resize(array.shape[::-1], refcheck=False)
+
+
 def counter_in_default() -> Callable[[], int]:
     def counted(numbers: Any = [0]) -> int:  # noqa: B006
         numbers[0] += 1
@@ -124,6 +128,8 @@ HELD = (
     holding("InDefault", counter_in_default, lambda x: x()),
     holding("InKeyword", counter_in_keyword, lambda x: x()),
     holding("InSizeOfArray", lambda: np.ones(2), lambda x: x.resize(len(x) + 1, refcheck=False)),
+    holding("InShapeOfArray", lambda: np.ones((2, 3)), transpose),
+    holding("InArrayOfObjects", lambda: np.array([Slotted()]), lambda x: increment(x[0])),
     holding("BoundMethod", lambda: random.Random(3).random, lambda x: x()),
     holding("OwnGenerator", torch.Generator, lambda x: torch.rand(2, generator=x)),
     holding("OwnPythonGenerator", lambda: random.Random(3), lambda x: x.gauss(0, 1)),

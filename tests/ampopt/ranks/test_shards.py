@@ -198,6 +198,31 @@ def test_the_compiled_backend_steps_shards_too(two_ranks, name):
     check(two_ranks, "fsdp", "compiled", name, *FORMS[0], STORY)
 
 
+def averaged_from_sharded_means(is_sharded: bool) -> list[bytes]:
+    """The bits of a parameter and its states after two steps.
+
+    Args:
+        is_sharded: whether to shard the means of rows after the first step.
+    """
+    from torch.distributed.tensor import Shard
+
+    place = meshes("fsdp")[0]
+    p: Any = Parameter(placed(numbers((8, 3), 0), *place))
+    optimizer = ampopt.Adafactor([p], lr=0.25)
+    for seed in (1, 2):
+        p.grad = placed(numbers((8, 3), seed), *place)
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+        if is_sharded and seed == 1:
+            state = optimizer.state[p]
+            state["row_var"] = state["row_var"].redistribute(placements=[Shard(0)])
+    return [bits(whole(value)) for value in (p, *optimizer.state[p].values())]
+
+
+def test_sharded_means_of_rows_are_replicated_before_a_step(two_ranks):
+    expected = two_ranks.run(averaged_from_sharded_means, False)
+    assert two_ranks.run(averaged_from_sharded_means, True) == expected
+
+
 def with_24_bit_masters(by_parts: bool) -> list[bytes]:
     """The bits of a large parameter and its states after two steps of the compiled Adafactor."""
     ampopt.set_backend("compiled")

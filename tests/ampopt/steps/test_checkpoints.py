@@ -10,6 +10,7 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
 
 
 @every_backend
+@pytest.mark.parametrize("make", [ampopt.AdamW, partial(ampopt.SGD, momentum=0.5)])
+def test_what_a_parameter_without_a_gradient_has_is_not_saved(make):
+    """A master that equals the parameter, or an empty state, as reading the state leaves it."""
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
+    optimizer = make(params, master_weights=True)
+    list(optimizer.master_params())
+    assert optimizer.state_dict()["state"] == {}
+    del optimizer.state[params[0]]["master_param"]
+    assert optimizer.state_dict()["state"] == {0: {}}
+
+
 def test_sgd_without_momentum_has_no_state():
     options = named("SGD")
     optimizer = options.ours(initial(options))

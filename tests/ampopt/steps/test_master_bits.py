@@ -96,6 +96,8 @@ def test_master_bits_need_masters_and_go_through_precision():
     with pytest.raises(ValueError, match="pass master_weights=True too"):
         ampopt.AdamW([{"params": params_of(), "master_bits": 24}])
     ampopt.AdamW([{"params": params_of(), "master_bits": 32}])
+    with_masters = {"params": params_of(), "master_weights": True}  # one such group is enough
+    ampopt.AdamW([{"params": params_of(dtype=torch.float32)}, with_masters], master_bits=24)
     with pytest.raises(ValueError, match="needs master_weights=True"):
         ampopt.Precision(**BFLOAT16, master_bits=24)
     precision = ampopt.Precision(**BFLOAT16, master_weights=True, master_bits=24)
