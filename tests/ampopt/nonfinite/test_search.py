@@ -769,3 +769,18 @@ def test_replays_name_a_parameter_whose_gradient_no_module_made():
         ),
     ):
         optimizer.unscale_and_step(closure, grads_scaled_by=2.0, max_replays=1)
+
+
+def test_of_several_finite_outputs_the_largest_is_told():
+    class Several(torch.nn.Module):
+        def forward(self, x):
+            return x, 4 * x.half(), x[:0]
+
+    several, relu = Several(), torch.nn.ReLU()
+    model = torch.nn.ModuleList([several, relu])
+    with ampopt.first_nonfinite(model) as found:
+        several(torch.ones(2))
+        relu(torch.full((2,), float("inf")))
+    assert found.first is not None and found.first.last_finite is not None
+    last = found.first.last_finite
+    assert (last.name, last.dtype, last.largest) == ("0", torch.float16, 4.0)

@@ -105,6 +105,16 @@ def test_a_loaded_state_does_not_hear_of_the_steps_before(backend, events):
     assert watch.read()["parameters"]["a"]["overflows"] == 0
 
 
+def test_logs_that_have_not_arrived_are_written_when_the_watch_is_closed(backend, events):
+    optimizer, params, watch = made()
+    logged = []
+    watch.log_to(logged.append)
+    step(optimizer, params, 1.0)
+    assert not logged
+    watch.close()
+    assert [numbers["step"] for numbers in logged] == [1]
+
+
 def test_the_norms_at_the_start_are_not_waited_for(backend, events):
     optimizer, params, watch = made()
     params[0].data.fill_(3.0)
