@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis.internal import reflection
+from hypothesis.internal.conjecture import providers
 
 import ampopt
 from ampopt import backend as backends
@@ -31,6 +32,10 @@ hypothesis.settings.register_profile("minute", deadline=None, max_examples=40, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 # It takes the source of a test apart to seed its examples, which takes as long as a small example.
 reflection._clean_source = functools.cache(reflection._clean_source)
+# It draws constants out of the source of all modules of ours that are imported by then. A worker
+# would draw other examples depending on which tests it ran before.
+if hypothesis.settings().derandomize and hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 quick_interpreter.make_it_quick()
 # Hundreds of rules, dtypes and flags are compiled, twice as fast with few optimizations. Those of
