@@ -102,7 +102,6 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
         relay = successor
 
 
-@every_backend
 @pytest.mark.parametrize("make", [ampopt.AdamW, partial(ampopt.SGD, momentum=0.5)])
 def test_what_a_parameter_without_a_gradient_has_is_not_saved(make):
     """A master that equals the parameter, or an empty state, as reading the state leaves it."""
@@ -114,6 +113,7 @@ def test_what_a_parameter_without_a_gradient_has_is_not_saved(make):
     assert optimizer.state_dict()["state"] == {0: {}}
 
 
+@every_backend
 def test_sgd_without_momentum_has_no_state():
     options = named("SGD")
     optimizer = options.ours(initial(options))
