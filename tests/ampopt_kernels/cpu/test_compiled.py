@@ -113,7 +113,8 @@ def test_gradients_are_read_as_torchs_operations_read_them(kinds, values, scale,
     assert any(ours.flags) == bool(flagged(theirs))
     if norm:
         assert ours.squares.shape == (len(ours.flags),)
-    if norm and not flagged(theirs):
+    # By 0, which control refuses, the sum of no elements is 0, or NaN where it is unscaled last.
+    if norm and not flagged(theirs) and scale:
         assert ours.squares.sum().item() == pytest.approx(theirs.squares.sum().item(), rel=1e-9)
     if measure and theirs.reports[0].measures is not None:
         (report,), (expected,) = ours.reports, theirs.reports

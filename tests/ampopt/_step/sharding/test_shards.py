@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ampopt._step.sharding import shards
@@ -24,7 +24,11 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
     dims = st.integers(0, len(shape) - 1)
     strided = st.builds(lambda dim, n: _StridedShard(dim, split_factor=n), dims, st.integers(1, 3))
     placement = st.just(Replicate()) | st.builds(Shard, dims) | strided
-    return shape, mesh, [draw(placement) for _ in mesh]
+    placements = [draw(placement) for _ in mesh]
+    # ``fully_shard`` makes a strided shard of a dimension before a plain one, not before another.
+    strided_dims = [p.dim for p in placements if getattr(p, "split_factor", 1) > 1]
+    assume(len(set(strided_dims)) == len(strided_dims))
+    return shape, mesh, placements
 
 
 def part_of(whole: torch.Tensor, mesh: list[int], here: Any, placements: list[Any]) -> Any:
@@ -33,10 +37,8 @@ def part_of(whole: torch.Tensor, mesh: list[int], here: Any, placements: list[An
 
     if len(mesh) == 2:
         first, second = placements
-        if (getattr(first, "split_factor", 1), second) == (
-            mesh[1],
-            Shard(getattr(first, "dim", 0)),
-        ):
+        split = getattr(first, "split_factor", None)
+        if split == mesh[1] and second == Shard(first.dim):
             # ``fully_shard`` after tensor parallelism cuts the local shard.
             mesh, here, placements = mesh[::-1], here[::-1], [second, second]
     for n, rank, placement in zip(mesh, here, placements, strict=True):
