@@ -32,8 +32,8 @@ hypothesis.settings.register_profile("minute", deadline=None, max_examples=40, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 # It takes the source of a test apart to seed its examples, which takes as long as a small example.
 reflection._clean_source = functools.cache(reflection._clean_source)
-# It draws constants out of the source of all modules of ours that are imported by then. A worker
-# would draw other examples depending on which tests it ran before.
+# Hypothesis draws constants out of the source of all modules of ours that are imported by then, so
+# that the examples of a test would depend on which tests its worker ran before.
 if hypothesis.settings().derandomize and hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: providers._local_constants
 

@@ -103,13 +103,12 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
 
 
 @pytest.mark.parametrize("make", [ampopt.AdamW, partial(ampopt.SGD, momentum=0.5)])
-def test_what_a_parameter_without_a_gradient_has_is_not_saved(make):
-    """A master that equals the parameter, or an empty state, as reading the state leaves it."""
+def test_a_master_alone_that_equals_its_parameter_is_not_saved(make):
     params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
     optimizer = make(params, master_weights=True)
     list(optimizer.master_params())
     assert optimizer.state_dict()["state"] == {}
-    del optimizer.state[params[0]]["master_param"]
+    del optimizer.state[params[0]]["master_param"]  # which leaves an empty state, saved as it is
     assert optimizer.state_dict()["state"] == {0: {}}
 
 
