@@ -243,7 +243,9 @@ def test_a_model_that_is_compiled_stays_so_in_a_closure_and_in_a_train_step():
 
 
 def test_scale_outputs_is_part_of_a_graph():
-    scale = ampopt.DynamicLossScale(init_scale=4.0)
-    scaled = torch.compile(ampopt.scale_outputs, backend="eager", fullgraph=True)
-    assert scaled(torch.ones(()), scale).item() == 4.0
-    assert scaled(torch.ones(()), scale.next(True)).item() == 2.0
+    scale, graphs = ampopt.DynamicLossScale(init_scale=4.0), Graphs()
+    scaled = torch.compile(ampopt.scale_outputs, backend=graphs, fullgraph=True)
+    loss = torch.ones((), requires_grad=True)
+    assert scaled(loss, scale).item() == 4.0
+    assert scaled(loss, scale.next(True)).item() == 2.0
+    assert graphs.compiled == 1

@@ -126,6 +126,7 @@ class TestDevice:
     def test_device_argument(self, make):
         assert make(device="meta").value.device.type == "meta"
         placed = make(device="cpu")
+        placed._place("cpu")
         with pytest.raises(ValueError, match="lives on cpu, but is used on meta"):
             placed._place("meta")
 
@@ -408,7 +409,8 @@ def test_torchs_scaler_goes_on_where_a_scale_stopped(overflows, after):
 
 def test_a_static_scale_stays_constant_under_torchs_scaler():
     scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(StaticLossScale(8.0).grad_scaler_state_dict())
+    state = StaticLossScale(8.0).grad_scaler_state_dict()
+    scaler.load_state_dict({**state, "growth_interval": 1})  # a growth factor above 1 would show
     param = torch.nn.Parameter(torch.ones(1))
     for number in (1.0, float("inf")):
         scaler.scale(torch.zeros(()))

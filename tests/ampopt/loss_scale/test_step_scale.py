@@ -92,6 +92,12 @@ def test_a_number_passed_again_is_not_sent_again(param):
     assert (first.item(), again.item(), other.item()) == (2.0, 2.0, 4.0)
 
 
+def test_a_tensor_on_meta_is_the_scale_of_parameters_there():
+    given = torch.tensor(2.0, device="meta")
+    scale = request_for(as_loss_scale(given, given.device, {})).scale
+    assert scale is not None and scale.is_meta
+
+
 @both_ways
 @pytest.mark.parametrize("without", [False, True])
 def test_the_scale_after_a_number_is_the_callers_own(param, split, without):

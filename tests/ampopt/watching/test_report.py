@@ -41,6 +41,7 @@ def test_a_report_says_how_many_overflowed_and_which_most():
     found = "`layer0` overflowed 2 times, last at step 3; its largest finite gradient was 2"
     assert lines[1] == f"{found}; 1 other parameter overflowed, too."
     assert lines[2].startswith("A few overflows are normal") and "module of `layer0`" in lines[2]
+    assert "A few overflows are normal" in reported([INF, 1.0, 1.0], last=2)
     assert lines[3:] == ["All steps from step 2 on have overflowed, 2 in a row."]
     lines = of_layers([[INF], [INF, INF, INF]], scale=3.0).report().splitlines()
     assert lines[0].endswith("the last under a scale of 3.")
@@ -228,6 +229,7 @@ def test_a_rise_of_the_loss_is_compared_with_its_lowest():
         ([3.97, NAN], 4.0, True),
         (up + [20.0], 1.0, True),
         (up[:20] + [20.0], 1.0, False),  # a spike
+        ([1.0] * 30 + [5.0] * 8 + [NAN], 1.0, True),  # in most of the last ten
         ([None, None], 1.0, False),
         ([3.97, None], 4.0, False),
         ([3.97, 4.0, 20.0], 2.0, True),  # with too few before it to call it a spike

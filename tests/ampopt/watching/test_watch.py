@@ -612,6 +612,7 @@ def test_an_alarm_is_raised_some_steps_later_without_waiting(condition, value, s
     assert watch.read()["steps"] <= 8
 
 
+@pytest.mark.filterwarnings("ignore::ampopt.watching.Alarm")  # which pytest would raise
 def test_an_alarm_raises_each_of_its_conditions():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
@@ -631,6 +632,15 @@ def test_no_alarm_is_raised_within_its_limits(scale):
         give(params, [[1.0, 1e-9]] * 4, scale or 1.0)
         optimizer.unscale_and_step(grads_scaled_by=scale)
     assert watch.read()["steps"] == 9
+
+
+def test_a_watched_optimizer_may_have_no_parameters_yet():
+    optimizer = ampopt.SGD([{"params": []}])
+    watch = ampopt.Watch(optimizer)
+    watch.alarm(zero_share_above=0.0)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert watch.report().startswith("1 step, 0 skipped")
+    assert str(watch).endswith("parameter  overflows  last  largest |g|  underflow")
 
 
 class Writer:
