@@ -50,7 +50,7 @@ class Reading:
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
         self._names, self._alone = names, alone
-        self._statistics, self._found = statistics, list(found)
+        self._statistics, self._found = statistics, found
 
     def done(self) -> bool:
         """Whether everything has arrived. Does not synchronize."""

@@ -293,14 +293,11 @@ def _on(device: torch.device, request: Request) -> Request:
 
 def _joined(parts: list[Partials], device: torch.device) -> Partials:
     """The partials of several devices as one, on ``device``."""
-    squares = None
-    if all(p.squares is not None for p in parts):
-        wide = widest(device)
-        squares = torch.cat(
-            [to_device(p.squares, device, wide) for p in parts if p.squares is not None]
-        )
+    flags = torch.cat([p.flags_on(device) for p in parts])
+    wide = widest(device)
+    squares = [to_device(p.squares, device, wide) for p in parts if p.squares is not None]
     reports = tuple(report for p in parts for report in p.reports)
-    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares, reports)
+    return Partials(flags, torch.cat(squares) if squares else None, reports)
 
 
 def reciprocal(value: Any) -> Any:
