@@ -571,6 +571,19 @@ def test_a_skipped_first_step_may_make_states_at_their_initial_values(cls, optio
         optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
+def test_a_skipped_first_step_may_make_masters_alone():
+    class WithAStepOfItsOwn(ampopt.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
+    optimizer = WithAStepOfItsOwn([p], master_weights=True)
+    p.grad = torch.full_like(p, torch.inf)
+    with assert_bitwise_unchanged(optimizer):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert list(optimizer.state[p]) == ["master_param"]
+
+
 @pytest.mark.parametrize(
     ("cls", "options"), [(Selecting, {}), (ampopt.SGD, {"momentum": 0.9, "dampening": 0.5})]
 )
