@@ -76,6 +76,7 @@ _BY_PATTERN = {
         "minimum of ampopt_kernels in place of `max` and `min`"
     ),
     r"computes with a truth": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
+    r"attribute 'new'": "Draw in update, as rand(seed, step, at), where at is its sixth argument",
     r"inverts a flag": "Write `not flag` in place of `~flag`",
     r"not iterable|not subscriptable|has no len": _ELEMENTWISE,
     r"but reads": "Add it to the declaration, or read what is declared",

@@ -435,6 +435,16 @@ def draws_without_a_seed(p, g, state, h, flags, at):
 
 
 @jit
+def draws_without_an_index(p, g, state, h, flags):
+    return p - h[0] * rand(h[0], h[1], 0), state
+
+
+@jit
+def draws_at_a_value(p, g, state, h, flags):
+    return p - h[0] * rand(h[0], h[1], p), state
+
+
+@jit
 def gives_sign_two_numbers(p, g, state, h, flags):
     return p - h[0] * sign(g, p), state  # pyright: ignore
 
@@ -443,6 +453,8 @@ def gives_sign_two_numbers(p, g, state, h, flags):
     ("function", "instead"),
     [
         (draws_without_a_seed, "Write rand(seed, step, at)"),
+        (draws_without_an_index, "rand(seed, step, at), where at is its sixth argument"),
+        (draws_at_a_value, "rand(seed, step, at), where at is its sixth argument"),
         (gives_sign_two_numbers, "Write sign(x)"),
         (signs, "tl.sign, which not every backend has. Write sign(x)"),
         (sums_up, "Rule(reduce=)"),
