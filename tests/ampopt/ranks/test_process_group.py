@@ -189,7 +189,8 @@ def refused(what: str) -> str:
     """The error on this rank, if the two ranks make calls that differ in ``what``."""
     rank = torch.distributed.get_rank()
     p = Parameter(torch.ones(2 + (what == "parameters" and rank)))
-    group = [{"params": [p], "replicated": what == "parameters"}]
+    replicated = [0, 1] if "list" in what else what == "parameters"
+    group = [{"params": [p], "replicated": replicated}]
     optimizer = ampopt.SGD(group, lr=0.5, process_group=world())
     p.grad = torch.ones_like(p)
     before = p.tolist()
@@ -205,7 +206,7 @@ def refused(what: str) -> str:
                 optimizer.unscale_and_step(lambda scale: 1.0, 2.0)
             else:
                 optimizer.step_after_unscale(lambda scale: (1.0, *optimizer.unscale(scale)), 2.0)
-        elif what == "raises, unscaled":
+        elif what.startswith("raises, unscaled"):
             optimizer.step_after_unscale(raising_unscaled(optimizer), 2.0)
         else:
             clip = 1.0 if what == "max_norm" and rank else None
@@ -312,7 +313,7 @@ def test_a_timeout_names_the_ranks_that_must_make_the_call(two_ranks):
     assert "grads_scaled_by=None" in first
 
 
-@pytest.mark.parametrize("what", ["raises", "raises, unscaled"])
+@pytest.mark.parametrize("what", ["raises", "raises, unscaled", "raises, unscaled, in a list"])
 def test_a_closure_that_raises_on_one_rank_ends_all(two_ranks, what):
     first, second = two_ranks.run(refused, what, timeout=10)
     assert first.startswith("ZeroDivisionError")
