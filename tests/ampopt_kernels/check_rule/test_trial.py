@@ -555,6 +555,11 @@ def hands_on_no_tuple(s, h):
 
 
 @jit
+def hands_on_a_tuple_in_h(s, h):
+    return s, (h[0], (h[0], h[1]))
+
+
+@jit
 def hands_on_a_list(s, h):
     return s, [h[0]]
 
@@ -663,6 +668,11 @@ def test_scalars_too_few_or_too_many_are_refused():
 def test_scalars_that_return_no_two_tuples_are_refused(function):
     rule = Rule(update=no_state, hyper=HYPER, scalars=function, scalar_state=COUNT)
     assert_refused(rule, "scalars of")
+
+
+def test_scalars_that_return_something_other_than_numbers_are_refused():
+    rule = Rule(update=no_state, hyper=HYPER, scalars=hands_on_a_tuple_in_h, scalar_state=COUNT)
+    assert_refused(rule, "scalars of", "returned a tuple of 2 as h: return a tuple of numbers")
 
 
 def test_an_update_that_reads_more_than_scalars_return_is_refused():
