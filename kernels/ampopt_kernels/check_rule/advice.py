@@ -67,6 +67,7 @@ _ELEMENTWISE = (
 
 _BY_PATTERN = {
     r"call itself": "Write a loop: for i in tl.static_range(n)",
+    r"be a lambda": "Write a function with def",
     r"for \*\*": "Write x * x, tl.sqrt(x) or, for x >= 0 and y > 0, power(x, y) of ampopt_kernels",
     r"for //": "Write tl.floor(x / y)",
     r"for %": "Write x - y * tl.floor(x / y)",

@@ -16,7 +16,7 @@ _LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
 
 
 def check(function: Function) -> None:
-    """Refuse ``assert``, ``raise``, ``try``, ``print``, recursion, ``math.sqrt``, ``tl.math.sqrt``.
+    """Refuse lambdas, ``assert``, ``raise``, ``try``, ``print``, recursion, ``tl.math.sqrt``.
 
     Does nothing where Python has no source of the function.
 
@@ -24,11 +24,14 @@ def check(function: Function) -> None:
         ValueError: the function, or one that it calls, has such code.
     """
     for fn in function.authored:
+        if fn.__name__ == "<lambda>":  # whose source Triton cannot read
+            line = FrameSummary(fn.__code__.co_filename, fn.__code__.co_firstlineno, fn.__name__)
+            raise function.refused("a rule cannot be a lambda, nor call one", line)
         try:
             lines, first = inspect.getsourcelines(fn)
-            tree = ast.parse(textwrap.dedent("".join(lines)))
-        except (OSError, SyntaxError):  # SyntaxError: the lines of a lambda may end within a call
+        except OSError:
             continue
+        tree = ast.parse(textwrap.dedent("".join(lines)))
         outer, nodes = outer_names(fn), cast("Iterator[Any]", ast.walk(tree))
         for node in nodes:
             if (why := _refused(node, fn, outer)) is not None:

@@ -24,6 +24,16 @@ def calls_a_method_of_a_product(p, g, state, h, flags):
     return p - h[0] * (p * g).clamp(-1.0, 1.0), state  # here
 
 
+twice = jit(
+    lambda x: 2 * x  # here
+)
+
+
+@jit
+def calls_a_lambda(p, g, state, h, flags):
+    return p - h[0] * twice(g), state
+
+
 @jit
 def calls_math(p, g, state, h, flags):
     return p - math.sqrt(h[0]) * g, state  # here
@@ -196,6 +206,12 @@ def plain(p, g, state, h, flags):
             "Write tl.sqrt(x)",
         ),
         ({"update": calls_one_that_is_refused}, length, "x.norm()", "Rule(reduce=)"),
+        (
+            {"update": calls_a_lambda},
+            twice,
+            "a rule cannot be a lambda",
+            "Write a function with def",
+        ),
         ({"update": calls_one_that_calls_itself}, halved, "cannot call itself", "Write a loop: "),
         ({"update": calls_two_that_call_each_other}, odd, "cannot call itself", "Write a loop: "),
     ],
