@@ -53,8 +53,9 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
                 "and can be tested: leave it out"
             )
         check_process_group(process_group)
-        torch.distributed.optim.ZeroRedundancyOptimizer.__init__(
-            self, params, optimizer_class, process_group, parameters_as_bucket_view, **defaults
+        # Not by its name, which somebody may have given to this class.
+        super(Optimizer, self).__init__(
+            params, optimizer_class, process_group, parameters_as_bucket_view, **defaults
         )
         skips = getattr(self.optim, "_step_supports_amp_scaling", False)
         self.skip_by = "step" if skips else "host"

@@ -106,6 +106,20 @@ def test_a_step_within_backward_is_refused(two_ranks):
     assert all("overlap_with_ddp=True steps" in text for text in two_ranks.run(overlapping))
 
 
+def made_in_the_place_of_torchs() -> float:
+    name = "torch.distributed.optim.ZeroRedundancyOptimizer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name, ampopt.ZeroRedundancyOptimizer)
+        optimizer = ampopt.ZeroRedundancyOptimizer(
+            model_of(True).parameters(), torch.optim.SGD, lr=0.5
+        )
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_may_replace_torchs_class_in_torch(two_ranks):
+    assert two_ranks.run(made_in_the_place_of_torchs) == [0.5, 0.5]
+
+
 def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
     """Bits of masters after two steps, and of parameters after four.
 
