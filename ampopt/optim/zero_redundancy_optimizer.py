@@ -53,7 +53,7 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
                 "and can be tested: leave it out"
             )
         check_process_group(process_group)
-        # Not by its name, which somebody may have given to this class.
+        # Not by the name of torch's class, which may be that of this one by now.
         super(Optimizer, self).__init__(
             params, optimizer_class, process_group, parameters_as_bucket_view, **defaults
         )

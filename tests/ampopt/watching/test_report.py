@@ -41,8 +41,8 @@ def test_a_report_says_how_many_overflowed_and_which_most():
     found = "`layer0` overflowed 2 times, last at step 3; its largest finite gradient was 2"
     assert lines[1] == f"{found}; 1 other parameter overflowed, too."
     assert lines[2].startswith("A few overflows are normal") and "module of `layer0`" in lines[2]
-    assert "A few overflows are normal" in reported([INF, 1.0, 1.0], last=2)
     assert lines[3:] == ["All steps from step 2 on have overflowed, 2 in a row."]
+    assert "A few overflows are normal" in reported([INF, 1.0, 1.0], last=2)
     lines = of_layers([[INF], [INF, INF, INF]], scale=3.0).report().splitlines()
     assert lines[0].endswith("the last under a scale of 3.")
     assert lines[1].endswith("; 2 other parameters overflowed, too.")
