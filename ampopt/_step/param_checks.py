@@ -137,10 +137,10 @@ class Checks(RefersToOptimizer):
                     like = likes.setdefault(entry, entries[entry])
                     check_numbers(f"{entry} of group {group}", entries[entry], like)
         flags, hyper = variants.flags(groups), variants.hyper(groups)
-        pairs = ((one.tensor, one.tensor.grad) for one in stepped_params)
-        dtypes = dict.fromkeys(
-            arithmetic(*(t.dtype.to_real() for t in pair if t is not None)) for pair in pairs
+        pairs = dict.fromkeys(
+            (p.dtype, p.dtype if p.grad is None else p.grad.dtype) for _, p, _ in stepped_params
         )
+        dtypes = dict.fromkeys(arithmetic(*(d.to_real() for d in pair)) for pair in pairs)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             for dtype in dtypes:
                 try_out(rule, own_flags, len(own_hyper), name, dtype)
