@@ -82,9 +82,9 @@ class ElementwiseOptimizer(Optimizer):
 
     Stepping, scaling, skipping, replay, clipping and state are inherited. With a torch optimizer as
     a second base class, its constructor is used. No control point synchronizes, except with a
-    closure. Parameters are float32, float64, float16, bfloat16, complex64 or complex128; arithmetic
-    is float32, or float64 for float64 parameters. A state tensor has the dtype of its parameter or
-    master weight; step counts are 0-d tensors on its device.
+    closure or sparse gradients. Parameters are float32, float64, float16, bfloat16, complex64 or
+    complex128; arithmetic is float32, or float64 for float64 parameters. A state tensor has the
+    dtype of its parameter or master weight; step counts are 0-d tensors on its device.
 
     Traps: with ``master_weights=True`` a step overwrites other changes of a parameter, such as by
     ``model.load_state_dict()``, unless ``state[p]["master_param"]`` is deleted, or is kept in 24

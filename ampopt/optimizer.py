@@ -281,9 +281,9 @@ class Optimizer(torch.optim.Optimizer):
         For code that loads a checkpoint into existing states, such as a strict load by
         ``torch.distributed.checkpoint``. Every parameter that requires a gradient gets its states,
         master weight, step count, codes and random key, with initial values, in the right dtype and
-        sharding, as a skipped first step would leave them (that of a class with a ``step()`` of its
-        own leaves masters alone). Existing states, parameters, gradients and random generators stay
-        as they are. Does not synchronize. With ``DTensor`` parameters, all ranks call it.
+        sharding, as a skipped first step would leave them (for a class with a ``step()`` of its
+        own, only the masters). Existing states, parameters, gradients and random generators stay as
+        they are. Does not synchronize. With ``DTensor`` parameters, all ranks call it.
 
         Without it, ``get_state_dict`` of ``torch.distributed.checkpoint`` takes a step with
         learning rate 0 and gradients of zero, which advances step counts and averages.

@@ -43,8 +43,8 @@ class Muon(Optimizer, torch.optim.Muon):
     That takes three collectives for all matrices together. If one rank has the gradient of a
     parameter, all ranks must have it.
 
-    Trap: with ``nesterov=False``, torch's step divides a bfloat16 momentum by its norm, until
-    pytorch/pytorch#194664 mends it. An optimizer that has ``DTensor`` parameters does not.
+    Trap: with ``nesterov=False``, torch's step divides a bfloat16 momentum buffer by its norm, in
+    place, until pytorch/pytorch#194664 mends it; with ``DTensor`` parameters, it does not.
 
     Args:
         params, lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``.
