@@ -111,8 +111,7 @@ class Phase:
     def end(self) -> None:
         """A step has used the unscaled gradients, or the sums."""
         self._masters.drop_gradients()
-        if self._accumulation.swapped_in:
-            self._accumulation.restore_gradients()
+        self._accumulation.restore_gradients()
         if (pending := self._pending) is not None:
             self.mark_stepped(pending.scale, pending.next_scale)
             self._pending, pending.has_stepped = None, True

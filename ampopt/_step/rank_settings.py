@@ -156,7 +156,7 @@ class SharedOptions:
         if len(values) != len(self._values) or any(map(operator.is_not, values, self._values)):
             leaves = pytree.tree_leaves(self._values_now())
             self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            self._digest = digest((self._described, *self._texts())) if values else 0
+            self._digest = digest((self._described, *self._texts()))
             self._values = values
         return self._digest
 

@@ -137,15 +137,12 @@ def _indices(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) 
     ``i // stride % length == i // stride - i // (stride * length) * length``: the index in memory
     is a sum of quotients of ``i``, each a :class:`~ampopt_kernels.element_indices.Jump`.
     """
-    sizes: Counter[tuple[int, int]] = Counter(
-        {(1, 0): -1}
-    )  # by period and phase; (1, 0) is already in the index of the element
+    # By period and phase; (1, 0) is already in the index of the element.
+    sizes: Counter[tuple[int, int]] = Counter({(1, 0): -1})
     lengths = [sum(run.length for run in of_dim) for of_dim in runs]
     stride = 1
     for dim in sorted(range(len(runs)), key=lambda dim: local[dim]):
         of_dim, length, size = runs[dim], lengths[dim], whole[dim]
-        if length == 1:
-            continue
         end = stride * length
         sizes[stride, 0] += size
         sizes[end, 0] -= size * length
