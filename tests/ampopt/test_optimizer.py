@@ -268,6 +268,12 @@ def test_gradients_edited_out_of_place_are_those_of_the_step(cls, step):
                 p.grad = p.grad * 0.5
             getattr(optimizer, step)()
     assert bits(twins[0]) == bits(twins[1]) and twins[0].isfinite().all()
+    p, optimizer = twins[0], cls(twins[:1])
+    before, p.grad = bits(p), torch.ones(3)
+    optimizer.unscale(grads_scaled_by=1.0)
+    p.grad.fill_(INF)
+    getattr(optimizer, step)()
+    assert bits(p) != before  # gradients are not checked again
 
 
 @pytest.mark.parametrize("zeroed", ["by the model", "one of two"])

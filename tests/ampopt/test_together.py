@@ -233,6 +233,17 @@ def test_sums_of_each_are_as_those_of_one_optimizer(
         scale = several.scale
 
 
+def test_sums_are_clipped_together_without_a_scale():
+    optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=1.0)
+    give(params, [(3.0, 0.0), None, (0.0, 4.0), None])
+    optimizers[0].accumulate()
+    result = ampopt.unscale_and_step(optimizers, max_norm=2.5)
+    assert result.scale is None and not result.skipped
+    assert [optimizer.grad_norm for optimizer in optimizers] == [5.0, 5.0]
+    assert_close(params[0].detach(), torch.tensor([-1.0, -1.5]), ulps=64)
+    assert_close(params[2].detach(), torch.tensor([1.5, -6.5]), ulps=64)
+
+
 @pytest.mark.parametrize("first", ["window", "micro_batch"])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (1, 2)])
 def test_each_optimizer_drops_its_own_bad_micro_batches(first, bad):
