@@ -679,6 +679,21 @@ def test_attributes_of_a_constructor_that_was_not_called_are_added():
     assert optimizer.pending is None
 
 
+def test_a_wrapper_without_defaults_has_a_state_dict():
+    class WithoutDefaults(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            self.inner = Sign(params)
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self.inner.step(closure)
+
+    optimizer = extend(WithoutDefaults)(some_params())
+    works(optimizer, WithoutDefaults(some_params()))
+    optimizer.param_groups[0]["replicated"] = True
+    assert "replicated" not in optimizer.state_dict()["param_groups"][0]
+
+
 # --- an instance that is there -------------------------------------------------------------------
 
 
