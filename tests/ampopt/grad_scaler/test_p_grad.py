@@ -135,13 +135,17 @@ def test_gradients_of_every_layout(scaler_class):
         like = torch.ones(2) if grad is None else grad
         params.append(Parameter(torch.ones(like.shape, dtype=like.dtype)))
         params[-1].grad = grad
-    scaler_at(4.0, scaler_class).step(ampopt.SGD(params, lr=1.0))
-    for p, grad in zip(params, expected, strict=True):
-        if grad is None:
-            assert p.grad is None
-        else:
-            assert_equal(p.grad, grad)
-            assert_equal(p.detach(), 1 - grad)
+    scaler, optimizer = scaler_at(4.0, scaler_class), ampopt.SGD(params, lr=1.0)
+    for taken in (1, 2):  # the second reuses the plan of the first, without complex parameters
+        scaler.step(optimizer)
+        scaler.update()
+        for p, grad in zip(params, expected, strict=True):
+            if grad is None:
+                assert p.grad is None
+            else:
+                assert_equal(p.grad, grad)
+                assert_equal(p.detach(), 1 - taken * grad)
+                p.grad.mul_(4.0)
 
 
 def test_gradients_of_a_closure():
