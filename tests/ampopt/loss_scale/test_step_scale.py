@@ -373,6 +373,10 @@ def test_no_gradients_are_no_error_and_do_not_count_towards_growth(kind, how):
     assert optimizer.state_dict()["state"] == {}
     if kind == "dynamic":
         assert scale.state_dict()["growth"] == 0
+        for gradient in (torch.ones(2), None):  # the second step reuses the plan of the first
+            param.grad = gradient
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
+            assert scale.state_dict()["growth"] == 1
 
 
 def test_gradients_removed_after_unscale_leave_nothing_to_step(param):

@@ -346,6 +346,14 @@ def test_frozen_parameters_stay_and_have_no_state(options):
     assert bits(frozen) == bits(Parameter(numbers(2, 2)))
 
 
+@every_way
+def test_a_sparse_parameter_without_a_gradient_is_left_alone(backend):
+    param, sparse = Parameter(torch.ones(2)), Parameter(torch.eye(2).to_sparse())
+    param.grad = torch.ones(2)
+    ampopt.SGD([param, sparse], lr=1.0).step()
+    assert not param.any() and sparse.to_dense().equal(torch.eye(2))
+
+
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)  # elsewhere torch addresses
 def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     """Runs the last program of each launch, on sparse files.
