@@ -72,7 +72,7 @@ class WholeMatrices:
             mesh, placements = param.device_mesh, param.placements
             load = loads.setdefault(mesh, [0] * mesh.size())
             owner = load.index(min(load))
-            load[owner] += max(costs[param], 1)
+            load[owner] += costs[param]
             ranks, coordinates = ranks_of(mesh), list(product(*map(range, mesh.shape)))
             copied_dims = [dim for dim, place in enumerate(placements) if place.is_replicate()]
             for rank, at in zip(ranks, coordinates, strict=True):
