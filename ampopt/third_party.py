@@ -68,7 +68,8 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
 
     Raises:
         TypeError: ``cls`` is not a subclass of ``torch.optim.Optimizer``, or it uses the attribute
-            name ``_ampopt``. If only its instances do, their constructor raises.
+            name ``_ampopt``. If only its instances do, or if they have no ``param_groups``, their
+            constructor raises.
     """
     if isinstance(cls, torch.optim.Optimizer):
         raise TypeError(
@@ -111,7 +112,7 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
         return optimizer
     was, step = type(optimizer), type(optimizer).step
     cls = extend(was)
-    _refuse_private(cls, optimizer)
+    _check_instance(cls, optimizer)
     optimizer.__class__ = cls
     instance_step: Any = vars(optimizer).get("step")
     is_schedulers = is_wrapped_by_scheduler(instance_step) and instance_step.__wrapped__ is step
@@ -189,7 +190,7 @@ def _extended_class(cls: type) -> type:
         group = None if takes_group else kwargs.pop("process_group", None)
         check_process_group(group)
         cls.__init__(self, *args, **kwargs)
-        _refuse_private(cls, self)
+        _check_instance(cls, self)
         _complete(self, cls)
         if group is not None:
             self._ampopt.process_group = group
@@ -236,10 +237,15 @@ def _reduction(cls: Any) -> Any:
     return cls.__qualname__ if extends is None else (extend, (extends,))
 
 
-def _refuse_private(cls: type, optimizer: Any) -> None:
-    """Refuse an instance that uses the attribute ``_ampopt`` for something else."""
+def _check_instance(cls: type, optimizer: Any) -> None:
+    """Refuse an instance that uses the attribute ``_ampopt``, or that has no param groups."""
     if not isinstance(vars(optimizer).get(_NAME), (StepStrategy, type(None))):
         raise _no_free_name(cls)
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{cls.__name__} cannot be extended: its instances have no param_groups. If it is a "
+            "wrapper, extend or patch the optimizer inside it"
+        )
 
 
 def _no_free_name(cls: type) -> TypeError:

@@ -694,6 +694,21 @@ def test_a_wrapper_without_defaults_has_a_state_dict():
     assert "replicated" not in optimizer.state_dict()["param_groups"][0]
 
 
+def test_a_wrapper_without_param_groups_is_refused_and_left_as_it_was():
+    class Without(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+    message = "its instances have no param_groups. If it is a wrapper, extend or patch"
+    optimizer = Without(Sign(some_params()))
+    before = dict(vars(optimizer))
+    with pytest.raises(TypeError, match=message):
+        patch_optimizer(optimizer)
+    assert type(optimizer) is Without and vars(optimizer) == before
+    with pytest.raises(TypeError, match=message):
+        extend(Without)(Sign(some_params()))
+
+
 # --- an instance that is there -------------------------------------------------------------------
 
 
