@@ -136,7 +136,7 @@ def test_gradients_of_every_layout(scaler_class):
         params.append(Parameter(torch.ones(like.shape, dtype=like.dtype)))
         params[-1].grad = grad
     scaler, optimizer = scaler_at(4.0, scaler_class), ampopt.SGD(params, lr=1.0)
-    for taken in (1, 2):  # the second reuses the plan of the first, without complex parameters
+    for taken in (1, 2):  # the second step reuses the plan, unless a parameter is complex
         scaler.step(optimizer)
         scaler.update()
         for p, grad in zip(params, expected, strict=True):
