@@ -232,7 +232,7 @@ class Optimizer(torch.optim.Optimizer):
         """The state, as torch's. Raises between ``unscale`` or ``accumulate`` and their step."""
         self._ampopt.phase.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
-        if REPLICATED not in getattr(self, "defaults", ()):  # a wrapper may have none
+        if REPLICATED not in self.defaults:
             for group in state_dict.get("param_groups", ()):  # a wrapper's state may have none
                 group.pop(REPLICATED, None)  # the loading optimizer sets it for itself
         return state_dict

@@ -264,6 +264,8 @@ def _complete(optimizer: Any, cls: type) -> None:
     """
     for name in HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
+    if not hasattr(optimizer, "defaults"):
+        optimizer.defaults = {}
     skip_by = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
     has_group = "process_group" in (*vars(optimizer), *dir(cls))
     optimizer._ampopt.names_of_theirs = frozenset(

@@ -44,7 +44,7 @@ class Muon(Optimizer, torch.optim.Muon):
     parameter, all ranks must have it.
 
     Trap: with ``nesterov=False``, torch's step divides a bfloat16 momentum buffer by its norm, in
-    place, until pytorch/pytorch#194664 mends it; with ``DTensor`` parameters, it does not.
+    place, until pytorch/pytorch#194664 mends it. With ``DTensor`` parameters, no buffer is divided.
 
     Args:
         params, lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``.

@@ -97,6 +97,7 @@ def expected(checks: Any, norm: float, loss: float, overflow: bool) -> Any:
 @example([Check(2.0, 1.0, limit=1.0), Check(3.0, 0.0, limit=1.0)], 2.0, 2.0, None, True, None)
 @example([Check(3.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, NAN, None, True, None)  # type: ignore[arg-type]
 @example([Check(3.0, 0.0, -1.0, 2.0, 3.0, statistics=(1.0, 1.5, 0.0))], 0.0, INF, None, True, None)  # type: ignore[arg-type]
+@example([Check(2.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, 1.0, None, True, None)  # type: ignore[arg-type]
 @example([Check(2.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.5))], 0.0, 2.5, None, True, None)  # type: ignore[arg-type]
 @example([Check(2.0, 0.0, -1.0, 2.0, 2.0, statistics=(2.0, 1.5, 0.0))], 0.0, 1.5, None, True, None)  # type: ignore[arg-type]
 def test_finds_the_first_cause_and_updates_the_statistics(
