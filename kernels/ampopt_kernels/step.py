@@ -124,7 +124,7 @@ class Backend(ABC):
         inverse: Any = 1.0  # if detect has stored the gradients unscaled
         if request.grad_scale is not None and (unscales or not request.write):
             inverse = reciprocal(scale)
-        coefficients: Any = Coefficients(skip, inverse, clip)
+        coefficients: Any = skip, inverse, clip
         if self.host_sees:
             coefficients = Coefficients(*map(float, coefficients))
         else:
