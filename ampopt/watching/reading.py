@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampopt.watching.found import Found
+from ampopt.watching.background_copy import BackgroundCopy
 from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, Statistics
 
 __all__ = ["Reading", "RankStatistics", "as_dict", "merge"]
@@ -39,28 +39,33 @@ class Reading:
     """The result of :meth:`ampopt.Watch.read_later`: statistics that may still be on their way."""
 
     def __init__(
-        self, names: Sequence[str], statistics: Statistics, found: Sequence[Found], *, alone: bool
+        self,
+        names: Sequence[str],
+        statistics: Statistics,
+        copies: Sequence[BackgroundCopy],
+        *,
+        alone: bool,
     ) -> None:
         """Take what was recorded, and what is on its way.
 
         Args:
             names: the names of the parameters.
             statistics: the statistics, which nothing else changes.
-            found: what is not in ``statistics`` yet.
+            copies: what is not in ``statistics`` yet.
             alone: whether the norm of this rank's gradients is that of all gradients.
         """
         self._names, self._alone = names, alone
-        self._statistics, self._found = statistics, found
+        self._statistics, self._copies = statistics, copies
 
     def done(self) -> bool:
         """Whether everything has arrived. Does not synchronize."""
-        return all(found.done() for found in self._found)
+        return all(copy.done() for copy in self._copies)
 
     def _complete(self) -> Statistics:
         """The statistics, on the host. Waits until everything has arrived."""
-        for found in self._found:
-            found.add_to(self._statistics)
-        self._found, self._statistics = [], self._statistics.mapped(Tensor.cpu)
+        for copy in self._copies:
+            copy.add_to(self._statistics)
+        self._copies, self._statistics = [], self._statistics.mapped(Tensor.cpu)
         return self._statistics
 
     def result(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer, check_optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.found import Found
+from ampopt.watching.background_copy import BackgroundCopy
 from ampopt.watching.reading import RankStatistics, Reading, as_dict, merge
 from ampopt_kernels import devices
 from ampopt_kernels.devices import to_device
@@ -100,7 +100,7 @@ class Watch:
         on_host = self._device.type in devices.ACCELERATORS
         memory = torch.device("cpu") if on_host else self._device
         self._statistics = Statistics.empty(last, memory)
-        self._found: deque[Found] = deque()  # what is not in the statistics yet
+        self._copies: deque[BackgroundCopy] = deque()  # what is not in the statistics yet
         self._places: dict[str, int] = {}  # of each name, in the statistics
         # Each parameter by id: itself, so that no other gets its id, and its name.
         self._known: dict[int, tuple[Any, str]] = {}
@@ -180,7 +180,7 @@ class Watch:
         self._add_arrived()
         statistics = self._statistics.mapped(torch.clone)  # which later steps do not change
         alone = self._decides_alone()
-        return Reading(list(self._places), statistics, list(self._found), alone=alone)
+        return Reading(list(self._places), statistics, list(self._copies), alone=alone)
 
     def gather(self) -> dict[str, Any]:
         """Like :meth:`read`, with the parameters of all ranks. A collective; synchronizes.
@@ -398,7 +398,7 @@ class Watch:
             for part, flags in zip(of_ranks, left, strict=True):
                 statistics.add_ranks(tuple(part.ranks), flags)
 
-        self._found.append(Found([*tensors, *(part.flags for part in of_ranks)], record))
+        self._copies.append(BackgroundCopy([*tensors, *(part.flags for part in of_ranks)], record))
         self._add_arrived()
 
     @property
@@ -409,8 +409,8 @@ class Watch:
 
     def _add_arrived(self, *, wait: bool = False) -> None:
         """Record the steps that have arrived; with ``wait``, wait for all of them."""
-        while self._found and (wait or self._found[0].done()):
-            self._found.popleft().add_to(self._statistics)
+        while self._copies and (wait or self._copies[0].done()):
+            self._copies.popleft().add_to(self._statistics)
 
     def _decides_alone(self) -> bool:
         """Whether the optimizer makes no all-reduces. Creates no process group to find out."""
@@ -456,7 +456,7 @@ class Watch:
         self._statistics.grow(len(self._places))
         for names, norms in _norms(new):
             places = [self._places[name] for name in names]
-            self._found.append(Found([norms], functools.partial(_record_norms, places)))
+            self._copies.append(BackgroundCopy([norms], functools.partial(_record_norms, places)))
 
     def _tell(self) -> None:
         """Write the logs that have arrived, and check the alarms."""

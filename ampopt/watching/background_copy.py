@@ -1,4 +1,4 @@
-"""What one step found, on its way from the device to the statistics of a watch."""
+"""Copies what one step found from the device to the host, without waiting."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 from ampopt_kernels.devices import copied_together
 from ampopt_kernels.watch_statistics import Statistics
 
-__all__ = ["Found"]
+__all__ = ["BackgroundCopy"]
 
 
-class Found:
-    """Tensors that are recorded in the statistics of a watch.
+class BackgroundCopy:
+    """A copy of what one step found, which the statistics of a watch record once it has arrived.
 
-    From an accelerator, each tensor is copied to the host in the background, and recorded there
-    once it has arrived: so recording launches no kernel, and the step waits for nothing.
+    Tensors of an accelerator are copied in the background. So recording launches no kernel, and
+    the step does not wait.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from support.counted_operations import counted, silent_launches
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.watching import found
+from ampopt.watching import background_copy
 
 
 class Events:
@@ -51,7 +51,7 @@ class Event:
 @pytest.fixture
 def events(monkeypatch):
     events = Events()
-    monkeypatch.setattr(found, "copied_together", events.copied_together)
+    monkeypatch.setattr(background_copy, "copied_together", events.copied_together)
     return events
 
 
