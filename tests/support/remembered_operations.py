@@ -41,7 +41,7 @@ def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
             return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
         return repeated(*[x.handle for x in operands if type(x) is _Tensor])
 
-    # ampopt_kernels.triton.uninterpreted finds the interpreter's replacements by their module.
+    # ampopt_kernels.triton.compiler finds the interpreter's replacements by their module.
     remembered.__module__ = interpreter.__name__
     return remembered
 

@@ -11,7 +11,7 @@ import torch
 import ampopt
 from ampopt.testing.bits import bits, everything
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED, kernel, tl
-from ampopt_kernels.triton.uninterpreted import compiler
+from ampopt_kernels.triton.compiler import compiler
 
 pytestmark = pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="there is no interpreter here"

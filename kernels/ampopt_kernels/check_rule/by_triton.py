@@ -19,7 +19,7 @@ import torch
 from ampopt_kernels.check_rule.function import Function, functions_of, own_codecs
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.triton.uninterpreted import compilable, compiler
+from ampopt_kernels.triton.compiler import compilable, compiler
 
 __all__ = ["TARGETS", "can_compile_for", "check", "compile_for", "gpu_target"]
 

@@ -31,7 +31,7 @@ from ampopt_kernels import (
 )
 from ampopt_kernels.check_rule import by_triton
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.triton.uninterpreted import compilable
+from ampopt_kernels.triton.compiler import compilable
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 HYPER = ("lr", "decay")

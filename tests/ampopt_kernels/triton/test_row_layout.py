@@ -6,7 +6,7 @@ import torch
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.language import HAS_TRITON, jit, tl
 from ampopt_kernels.step_tensors import ParamRow
-from ampopt_kernels.triton.uninterpreted import compilable
+from ampopt_kernels.triton.compiler import compilable
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 

@@ -1,7 +1,7 @@
-"""Compile kernels in a process that interprets them, under ``TRITON_INTERPRET=1``.
+"""Let Triton's compiler run under ``TRITON_INTERPRET=1`` too, to compile without a launch.
 
-There ``triton.jit`` makes functions for the interpreter, which Triton's compiler cannot compile. In
-other processes these functions do nothing.
+There ``triton.jit`` makes functions for the interpreter, which the compiler cannot compile. Where
+the interpreter is off, the functions of this module do nothing.
 """
 
 import contextlib
