@@ -162,6 +162,10 @@ def check_gradient(param: Any, name: str) -> None:
         raise TypeError(
             f"{what}; float16, bfloat16, float32, float64 and complex can be optimized: convert it"
         )
+    if grad.is_complex() != param.is_complex():
+        raise TypeError(
+            f"the gradient of {name} is {grad.dtype}, the parameter {param.dtype}: convert it"
+        )
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(
             f"the gradient of {name} is {grad.layout}; dense and torch.sparse_coo gradients can be "

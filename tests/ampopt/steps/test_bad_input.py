@@ -350,12 +350,20 @@ def test_a_tensor_whose_values_are_in_another_is_refused(backend, steps):
 
 @both_backends
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
-def test_gradients_of_a_dtype_that_has_no_arithmetic(cls):
-    param = Parameter(torch.ones(3))
+@pytest.mark.parametrize(
+    ("dtype", "of_grad", "match"),
+    [
+        (torch.float32, torch.int32, "int32; float16, bfloat16, .*: convert it"),
+        (torch.float32, torch.complex64, "complex64, the parameter torch.float32: convert it"),
+        (torch.complex64, torch.float32, "float32, the parameter torch.complex64: convert it"),
+    ],
+)
+def test_gradients_of_a_dtype_that_does_not_suit(cls, dtype, of_grad, match):
+    param = Parameter(torch.ones(3, dtype=dtype))
     param.grad_dtype = None  # type: ignore[attr-defined]  # any will do
     optimizer = cls([param])
-    param.grad = torch.ones(3, dtype=torch.int32)
-    match = "the gradient of group 0, parameter 0 is torch.int32; float16, bfloat16, .*: convert it"
+    param.grad = torch.ones(3, dtype=of_grad)
+    match = f"the gradient of group 0, parameter 0 is torch.{match}"
     for call in (lambda: optimizer.unscale(2.0), lambda: optimizer.unscale_and_step(None, 2.0)):
         refused(call, TypeError, match, param, optimizer)
 
