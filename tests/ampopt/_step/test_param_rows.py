@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -258,6 +259,16 @@ CHANGES: dict[str, tuple[Any, str]] = {
     ),
     "state replaced": (replace_state, "a state of group 0, parameter 1 was replaced"),
     "state moved": (move_state, "a state of group 0, parameter 1 was moved to other memory"),
+    "state of another dtype": (
+        lambda params, optimizer: setattr(
+            optimizer.state[params[1]]["exp_avg"], "data", torch.ones(2, 3, dtype=BFLOAT16)
+        ),
+        "a state of group 0, parameter 1 has another shape, dtype or layout",
+    ),
+    "rule": (
+        lambda _, optimizer: setattr(optimizer, "rule", replace(optimizer.rule)),
+        "the rule was replaced",
+    ),
     "state removed": (
         lambda params, optimizer: optimizer.state.pop(params[1]),
         "states were added to optimizer.state, or removed",

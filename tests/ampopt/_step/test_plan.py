@@ -164,6 +164,11 @@ CHANGES = {
     "other groups": lambda m, o: setattr(
         o, "param_groups", [{**group, "lr": 0.3} for group in o.param_groups]
     ),
+    "another list of other parameters": lambda m, o: (
+        o.param_groups[1].update(params=list(o.param_groups[1]["params"])),
+        exchanged(o, 1),
+    ),
+    "group removed": lambda m, o: o.param_groups.pop(),
     "group added": lambda m, o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
 }
 
