@@ -280,7 +280,6 @@ class TensorGuard:
             The ``id`` of each parameter that has a row, no gradient, and the same states as when
             the plan was made; and the dtype of its gradients.
         """
-        ids = set(map(id, params_of(optimizer.param_groups)))
         changed = set(map(id, self._identities.changed()))
         return {
             id(param): row.grad_dtype
@@ -288,7 +287,6 @@ class TensorGuard:
                 self._params, self._rows, self._states, self._state_keys, strict=True
             )
             if param.grad is None
-            and id(param) in ids
             and (not keys or (own is optimizer.state.get(param) and id(own) not in changed))
         }
 
