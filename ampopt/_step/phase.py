@@ -164,7 +164,8 @@ class Phase:
             raise RuntimeError(
                 f"this {type(scale).__name__} was used by an earlier step: each step returns the "
                 "scale for the next one, so assign it, as in `_, _, scale = "
-                "optimizer.unscale_and_step(grads_scaled_by=scale)`"
+                "optimizer.unscale_and_step(grads_scaled_by=scale)`. A function that steps must "
+                "return it, too"
             )
 
     def mark_stepped(self, scale: Any, next_scale: Any) -> None:
