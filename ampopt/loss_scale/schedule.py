@@ -191,10 +191,15 @@ def _entries_of_scaler(scale: LossScale, state_dict: Mapping[str, Any]) -> Mappi
     kind, settings = type(scale).__name__, scale._settings()
     if "loss_scale" in state_dict:  # ampopt.GradScaler saves its scale whole
         return state_dict["loss_scale"]
+    if not state_dict:
+        raise ValueError(
+            "the state is empty, as that of a GradScaler with enabled=False: start with a new scale"
+        )
     missing = [name for name in _ENTRIES if name not in state_dict]
     if missing:
         raise ValueError(
-            f"the state of a GradScaler has the entries {list(_ENTRIES)}; missing: {missing}"
+            f"the state of a GradScaler has the entries {list(_ENTRIES)}; missing: {missing}, "
+            f"found: {list(state_dict)}"
         )
     if "growth_factor" not in settings:
         raise ValueError(

@@ -270,6 +270,16 @@ class TestState:
             (DynamicLossScale(), {"scale": 0.0}, "scale must be positive"),
             (DynamicLossScale(), {"growth_factor": 1.0}, "growth_factor must be"),
             (DynamicLossScale(), {"_growth_tracker": ...}, r"missing: \['_growth_tracker'\]"),
+            (
+                DynamicLossScale(),
+                dict.fromkeys(torch.amp.GradScaler("cpu").state_dict(), ...),
+                "state is empty",
+            ),
+            (
+                DynamicLossScale(),
+                {**dict.fromkeys(torch.amp.GradScaler("cpu").state_dict(), ...), "model": {}},
+                r"found: \['model'\]",
+            ),
         ],
     )
     def test_an_invalid_state_of_a_scaler_changes_nothing(self, scale, change, message):
