@@ -40,10 +40,12 @@ def averaged(
         ...  # in each step, after the optimizer's:
         average.update_parameters(model)
 
-    Does not synchronize if model and average are on one device. Trap: two calls after one step
-    count the parameters twice. A copy of the average follows the same optimizers; to copy these
-    too, put them first, as in ``copy.deepcopy((model, optimizer, average))``. See also
-    :doc:`/guides/whole_loop`, :doc:`/guides/many_ranks`.
+    Does not synchronize if model and average are on one device. A copy of the average follows the
+    same optimizers; to copy these too, put them first, as in ``copy.deepcopy((model, optimizer,
+    average))``. See also :doc:`/guides/whole_loop`, :doc:`/guides/many_ranks`.
+
+    Traps: two calls after one step count the parameters twice. The average has the dtypes of the
+    model, and in half precision loses small changes: call ``average.float()`` once, first.
 
     Args:
         model: the model to copy and to average.

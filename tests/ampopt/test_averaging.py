@@ -385,6 +385,18 @@ def made(decay: float | None = None) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, ampopt.averaged(model, optimizer, decay)
 
 
+def test_a_float32_average_of_a_bfloat16_model_keeps_small_changes():
+    model = nn.Linear(1, 1).bfloat16()
+    nn.init.ones_(model.weight)
+    optimizer = ampopt.SGD(model.parameters(), lr=1.0, master_weights=True)
+    average = ampopt.averaged(model, optimizer, decay=0.75).float()
+    average.update_parameters(model)
+    model.weight.grad = torch.full_like(model.weight, 2.0**-7)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    average.update_parameters(model)
+    assert next(average.module.parameters()).item() == 1 - 2.0**-9  # in bfloat16: 1
+
+
 def test_calls_before_any_step_and_second_calls_count():
     model, optimizer, average = made()
     average.update_parameters(model)
