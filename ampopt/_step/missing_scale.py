@@ -1,4 +1,4 @@
-"""Warns of a step without a scale, after a loss was multiplied by one."""
+"""Warns of a step without a scale, if there is one: of a loss, or of torch's scaler."""
 
 from typing import Any
 
@@ -17,7 +17,14 @@ class MissingScale(RefersToOptimizer):
     """Whether the gradients of one optimizer seem to have a scale that no control point got.
 
     The losses that were scaled before the optimizer was made do not concern it.
+
+    Attributes:
+        read_by_scaler: whether ``_step_supports_amp_scaling`` was read, as by torch's scaler before
+            a step, and no step has got the values of a scaler since. A wrapper may read attributes
+            of its optimizer, and keep those that the scaler sets.
     """
+
+    read_by_scaler = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Store a weak reference to ``optimizer``."""
@@ -41,13 +48,25 @@ class MissingScale(RefersToOptimizer):
 
     def warn(self) -> None:
         """Warn, once, of a call without a scale, if its gradients seem to have one."""
-        if not self._warned and self.is_in_gradients():
-            self._warned = True
-            warn_user(
+        if self._warned:
+            return
+        name = type(self.optimizer).__name__
+        if self.read_by_scaler:
+            message = (
+                "torch.amp.GradScaler.step has set scale and overflow flag on a wrapper, which has "
+                f"not passed them to {name}: this step neither unscaled nor skipped. Pass the "
+                f"{name} itself to scaler.step(), or use ampopt.GradScaler. If no scaler called "
+                "this step, ignore this"
+            )
+        elif self.is_in_gradients():
+            message = (
                 "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
-                f"{type(self.optimizer).__name__} was called by step(), or without "
+                f"{name} was called by step(), or without "
                 "grads_scaled_by, which does not divide the gradients by the scale. Pass the "
                 "scale, as in unscale_and_step(grads_scaled_by=scale). If the gradients are those "
-                "of another loss, ignore this",
-                RuntimeWarning,
+                "of another loss, ignore this"
             )
+        else:
+            return
+        self._warned = True
+        warn_user(message, RuntimeWarning)

@@ -68,7 +68,11 @@ class SupportsAmpScaling:
 
     def __get__(self, optimizer: Any, cls: type) -> bool:
         """Return the value for ``optimizer``, or ``True`` when read on the class."""
-        return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
+        if optimizer is None:
+            return True
+        supports = not ranks.is_fsdp1(optimizer.param_groups)
+        optimizer._ampopt.missing_scale.read_by_scaler = supports
+        return supports
 
 
 def take_handoff(
@@ -93,6 +97,7 @@ def take_handoff(
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
     handoff = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    optimizer._ampopt.missing_scale.read_by_scaler = False
     _refuse_unfinished(optimizer)
     if any(map(callable, (*args, kwargs.get("closure")))):
         name = type(optimizer).__name__

@@ -1,5 +1,6 @@
 """ZeRO: each rank keeps the state of some parameters, and updates only these."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
         super(Optimizer, self).__init__(
             params, optimizer_class, process_group, parameters_as_bucket_view, **defaults
         )
-        skips = getattr(self.optim, "_step_supports_amp_scaling", False)
+        skips = inspect.getattr_static(self.optim, "_step_supports_amp_scaling", False)
         self.skip_by = "step" if skips else "host"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

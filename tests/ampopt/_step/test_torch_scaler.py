@@ -166,16 +166,31 @@ def test_grad_scaler_steps_sparse_gradients(bad, unscale_first):
     assert param.tolist() == [[1.0, 1.0], row, [1.0, 1.0]]
 
 
+class Wrapper:
+    def __init__(self, optimizer: ampopt.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@on_eager
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_wrapper_that_keeps_what_the_scaler_sets_is_warned_of(param, cls, unscale_first):
+    optimizer = cls([param])
+    scaler = scaler_for(param)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.step()  # no warning: the scaler's step before it got its values
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    with pytest.warns(RuntimeWarning, match=f"Pass the {cls.__name__} itself to scaler.step"):
+        scaler.step(Wrapper(optimizer))
+
+
 def test_grad_scaler_and_hooks_keep_no_state_by_the_identity_of_the_optimizer(param):
     """By ``id(optimizer)``, a scaler would unscale twice through a wrapper (trap T6)."""
-
-    class Wrapper:
-        def __init__(self, optimizer: ampopt.SGD) -> None:
-            self.optimizer = optimizer
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.optimizer, name)
-
     optimizer = sgd(param)
     optimizer.unscale(grads_scaled_by=4.0)
     wrapper: Any = Wrapper(optimizer)
