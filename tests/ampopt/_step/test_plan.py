@@ -143,6 +143,7 @@ CHANGES = {
     "gradient with a graph": lambda m, o: setattr(
         m.weight, "grad", m.weight.grad.clone().requires_grad_() * 2
     ),
+    "gradient sparse": lambda m, o: setattr(m.weight, "grad", torch.eye(3, 4).to_sparse()),
     "no gradient": lambda m, o: setattr(m.weight, "grad", None),
     "other state": other_state,
     "state in other memory": offloaded,
@@ -312,6 +313,19 @@ def test_masters_may_be_turned_off_while_a_parameter_with_wide_gradients_has_non
             params[1].grad = None
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert params[0].tolist() == [-0.5] * 3 and params[1].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"], indirect=True)
+def test_after_unscale_a_plan_that_is_kept_reads_the_gradients_of_masters(backend):
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = ampopt.SGD([param], lr=1.0, master_weights=True)
+    for scale in (None, None, 3.0):
+        param.grad = torch.ones_like(param)
+        if scale is not None:
+            optimizer.unscale(grads_scaled_by=scale)
+        optimizer.step()
+    (master,) = optimizer.master_params()
+    torch.testing.assert_close(master.detach(), torch.full((3,), -2 - 1 / 3))
 
 
 @pytest.mark.parametrize("before", [None, "accumulate", "unscale"])
