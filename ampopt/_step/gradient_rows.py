@@ -102,9 +102,8 @@ class GradientRows:
         if not all(
             type(param) in (Tensor, torch.nn.Parameter)
             and holder.grad is grad
-            and owner.key == id(param)
             and (holder is param or (states or {}).get(param, {}).get(MASTER) is holder)
-            for (_, param, owner), (_, holder, _), grad in each
+            for (_, param, _), (_, holder, _), grad in each
         ):
             return None
         self._guard = _Guard(groups, self, states)
