@@ -104,14 +104,19 @@ def test_a_parameter_that_was_added_is_noticed():
     assert new.tolist() == [-1.0] * 5
 
 
-def test_a_parameter_that_replaces_another_is_noticed():
+@pytest.mark.parametrize("in_its_group", [True, False])
+def test_a_parameter_that_replaces_another_is_noticed(in_its_group):
     params, optimizer = made()
     alike(optimizer, params)
     new = Parameter(torch.zeros(4))
+    if not in_its_group:
+        group = optimizer.param_groups[0]
+        optimizer.param_groups[0] = {**group, "params": list(group["params"])}
     optimizer.param_groups[0]["params"][1] = new
-    micro_batch(params, ["dense", "absent", "dense"], 0)
+    micro_batch(params, ["dense"] * 3, 0)  # the model has the replaced one still
     new.grad = torch.ones(4)
     optimizer.accumulate(grads_scaled_by=1.0)
+    assert new.grad is None
     optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert new.tolist() == [-1.0] * 4
 
