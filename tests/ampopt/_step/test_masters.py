@@ -765,6 +765,7 @@ def test_a_warning_that_is_made_an_error_steps_none_of_several():
         lambda: ampopt.AdamW([half(1.0, dtype=torch.bfloat16)]),
         lambda: ampopt.AdamW([Parameter(torch.ones(1))]),
         lambda: ampopt.SGD([half(1.0)]),  # which keeps none
+        lambda: ampopt.AdamW([Parameter(torch.ones(1 << 13).half())], state_bits=8),
     ],
 )
 def test_other_states_are_not_warned_of(how, make):
