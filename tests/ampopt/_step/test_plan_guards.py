@@ -155,6 +155,21 @@ def test_a_rate_that_is_an_equal_tensor_now_is_read_at_each_step(implementation)
     assert_same(everything(optimizer)["parameters"], before, "after a step of rate 0")
 
 
+class OwnGrad(Parameter):
+    """A parameter with an attribute of its own for the gradient."""
+
+    own: Tensor | None = None
+    grad: Any = property(lambda self: self.own, lambda self, grad: setattr(self, "own", grad))
+
+
+def test_the_gradient_of_a_subclass_is_read_where_the_subclass_has_it(implementation):
+    param = OwnGrad(torch.ones(3))
+    optimizer = ampopt.SGD([param], lr=0.5)
+    for _ in range(4):
+        stepped(optimizer)
+    assert param.tolist() == [0.0] * 3
+
+
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 def test_an_empty_gradient_is_there(backend, implementation):
     params = [Parameter(torch.ones(0)), Parameter(torch.ones(3))]
