@@ -15,7 +15,8 @@ optimizer of torch is here, and some more. Then scale the loss, and pass the sca
 checks them for inf and NaN (overflow), and steps or skips the step. The skip is decided on the GPU,
 without synchronization. With bfloat16, pass ``grads_scaled_by=1.0``: it skips, and scales nothing.
 
-Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
+Read next ``help(ampopt.Optimizer)``, for all control points. Where a docstring names a page
+``/guides/precision``, read ``examples/guides/precision.md`` of the repository. By purpose:
 
 - **Step**: ``TrainStep``, the loop above as one object; ``unscale_and_step``, for several
   optimizers; ``averaged``, an average of the model over the steps that were not skipped;
