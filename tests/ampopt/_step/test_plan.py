@@ -311,6 +311,8 @@ def test_masters_may_be_turned_off_while_a_parameter_with_wide_gradients_has_non
             param.grad = torch.ones(3)
         if step in (2, 3):
             params[1].grad = None
+        if step == 4:
+            params[1].grad = torch.ones_like(params[1])  # bfloat16
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     assert params[0].tolist() == [-0.5] * 3 and params[1].tolist() == [0.0] * 3
 
