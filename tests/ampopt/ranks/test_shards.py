@@ -726,6 +726,11 @@ def on_some_ranks() -> tuple[float, float, list[str], list[str]] | None:
     copies = {"params": [copied], "replicated": True}
     optimizer: Any = ampopt.SGD([{"params": [param]}, copies], lr=0.25)
     errors = []
+    param.grad = torch.ones_like(param)
+    try:
+        ampopt.LAMB([param]).step()  # sums over whole parameters
+    except RuntimeError as error:
+        errors.append(str(error))
     for group in (None, pair):
         optimizer.process_group = group
         param.grad, copied.grad = torch.ones_like(param), torch.ones(5)
@@ -748,8 +753,8 @@ def test_a_mesh_of_some_ranks_whose_dimensions_have_no_names(four_ranks):
     for rank, (norm, found_inf, overflowed, errors) in enumerate(of_ranks[:2]):
         assert (norm, found_inf) == (3.0, 1.0)
         assert overflowed == (["group 0, parameter 0"] if rank else ["rank 1"])
-        without_group, of_scales = errors
-        assert "no mesh with names for its dimensions covers" in without_group
+        of_sums, without_group, of_scales = errors
+        assert "no mesh with names for its dimensions covers" in without_group == of_sums
         assert "rank 0: 1.0; rank 1: 2.0" in of_scales
 
 
