@@ -357,8 +357,8 @@ class Masters(RefersToOptimizer):
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
                     "underflow to zero; keep the parameters in float32 and run the model under "
                     "torch.autocast, or use a rule-based optimizer with unscale_and_step(), which "
-                    "unscales in float32, or with master_weights=True, which keeps float32 copies "
-                    "to unscale"
+                    "unscales in float32, or, for float16, with master_weights=True, which keeps "
+                    "float32 copies to unscale"
                 )
 
     def check_unedited(self) -> None:

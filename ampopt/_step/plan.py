@@ -45,8 +45,7 @@ class Plan:
             are updated; empty if no parameter has ever had a gradient.
         present: as :attr:`Work.present`, for the rows of all devices.
         tensor_guard: compares the tensors with those of the last step.
-        reusable: whether later steps may use the plan; False if it works on copies of tensors, or
-            on complex ones.
+        reusable: whether later steps may use the plan; False if it works on copies of tensors.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Plan:
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._stepped_params = rule_rows.stepped_params
         self._copies = rule_rows.copies
-        self.reusable = not (rule_rows.copies or any(p.is_complex() for p in self._params))
+        self.reusable = not rule_rows.copies
         # Unscaling in place rounds gradients of a narrower dtype than the arithmetic.
         self._writes_gradients = not masters.holders and all(
             row.grad_dtype == dtype

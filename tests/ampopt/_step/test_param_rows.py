@@ -224,14 +224,15 @@ def reasons(optimizer: Any) -> list[str]:
     return found
 
 
-def of_parameters(n: int) -> tuple[list[Parameter], Any]:
-    params = [Parameter(torch.ones(2, 3)) for _ in range(n)]
+def of_parameters(n: int, dtype: torch.dtype = FLOAT32) -> tuple[list[Parameter], Any]:
+    params = [Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(n)]
     return params, ampopt.AdamW(params)
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
-def test_sets_that_alternate_or_are_random_need_no_new_plan(backend):
-    params, optimizer = of_parameters(6)
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.complex64], ids=str)
+def test_sets_that_alternate_or_are_random_need_no_new_plan(dtype, backend):
+    params, optimizer = of_parameters(6, dtype)
     stepped(optimizer, params)
     assert reasons(optimizer) == ["the first step"]
     draw = random.Random(0)

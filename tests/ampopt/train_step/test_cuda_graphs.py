@@ -578,6 +578,23 @@ def test_a_step_on_copies_is_refused(graphs):
             step(torch.ones(()))
 
 
+def test_complex_parameters_get_the_same_bits(graphs):
+    def trained(cuda_graph: bool) -> Any:
+        weight = torch.nn.Parameter(torch.full((3,), 1 + 2j))
+        optimizer = ampopt.AdamW([weight], lr=0.5)
+
+        def model(x: Tensor) -> Tensor:
+            return torch.view_as_real(weight) * x
+
+        step = TrainStep(model, torch.sum, optimizer, 4.0, cuda_graph=cuda_graph)
+        for numbers in ((1, 2), (3, -1), (0, 1), (2, 2), (1, INF), (-1, 5)):
+            step(torch.tensor([float(number) for number in numbers]).expand(3, 2))
+        return bits(weight), state_of(optimizer)
+
+    assert trained(True) == trained(False)
+    assert graphs.replays == 3
+
+
 @stand_in_only
 def test_an_optimizer_of_other_parameters_is_refused(graphs):
     training = Training(True)
