@@ -207,7 +207,9 @@ def show_torch_signature(cls: type[Any], root: type[Any]) -> None:
             and a base of ``cls`` is an optimizer of torch.
         root: the base class whose keyword-only arguments, and those of its subclasses, are added.
     """
-    theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
+    # Someone may have put a class of ours, whose signature says all, in the place of torch's.
+    bases = [base for base in cls.__bases__ if not issubclass(base, root)]
+    theirs = next((base for base in bases if base in vars(torch.optim).values()), None)
     init: Any = cls.__init__
     if theirs is None or inspect.getfullargspec(init)[:3] != _FORWARDS:
         return

@@ -96,6 +96,16 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
     assert list(inspect.signature(Author).parameters) == ["params", "number"]
 
 
+def test_a_class_that_was_put_in_the_place_of_torchs_can_be_derived_from(monkeypatch):
+    monkeypatch.setattr(torch.optim, "SGD", ampopt.SGD)
+
+    class Author(torch.optim.SGD):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    assert isinstance(Author([Parameter(torch.ones(1))], lr=0.5), ampopt.SGD)
+
+
 def test_zero_grad_shows_the_arguments_that_it_takes():
     """Accelerate passes ``set_to_none`` only to methods that show it."""
     param = Parameter(torch.ones(2))
