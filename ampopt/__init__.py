@@ -15,8 +15,7 @@ optimizer of torch is here, and some more. Then scale the loss, and pass the sca
 checks them for inf and NaN (overflow), and steps or skips the step. The skip is decided on the GPU,
 without synchronization. With bfloat16, pass ``grads_scaled_by=1.0``: it skips, and scales nothing.
 
-Read next ``help(ampopt.Optimizer)``, for all control points. Where a docstring names a page
-``/guides/precision``, read ``examples/guides/precision.md`` of the repository. By purpose:
+Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
 
 - **Step**: ``TrainStep``, the loop above as one object; ``unscale_and_step``, for several
   optimizers; ``averaged``, an average of the model over the steps that were not skipped;
@@ -34,7 +33,7 @@ Read next ``help(ampopt.Optimizer)``, for all control points. Where a docstring 
 - **Outliers**: ``skip_when``, to skip steps with an unusually large gradient norm or loss, too.
 - **Diagnosis**: ``Watch`` records overflows, ``first_nonfinite`` finds the module that causes one,
   ``profile`` shows where the host waits, ``set_backend`` chooses the backend, ``python -m ampopt``
-  prints what is installed, and ``python -m ampopt.bench`` measures speed.
+  says what is installed and where ``/guides`` are, and ``python -m ampopt.bench`` measures speed.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -75,7 +75,8 @@ class Loops:
             return
         self._checks += 1
         if self._checks == CHECKS:
-            threading.Thread(target=self.load, args=(_LOWEST,), daemon=True).start()
+            name = "ampopt: compile checks"
+            threading.Thread(target=self.load, args=(_LOWEST,), name=name, daemon=True).start()
 
     def load(self, niceness: int = 0) -> None:
         """Load the loops; compile them first if necessary, which takes two seconds.
