@@ -1,4 +1,4 @@
-"""Warns of a step without a scale, if there is one: of a loss, or of torch's scaler."""
+"""Warns of a step without a scale whose gradients have one, of a loss or of torch's scaler."""
 
 from typing import Any
 
@@ -19,9 +19,10 @@ class MissingScale(RefersToOptimizer):
     The losses that were scaled before the optimizer was made do not concern it.
 
     Attributes:
-        read_by_scaler: whether ``_step_supports_amp_scaling`` was read, as by torch's scaler before
-            a step, and no step has got the values of a scaler since. A wrapper may read attributes
-            of its optimizer, and keep those that the scaler sets.
+        read_by_scaler: whether ``_step_supports_amp_scaling`` was read, as torch's scaler does
+            before a step, and no step has got scale and overflow flag of a scaler since. That
+            happens if the scaler steps a wrapper, which forwards what is read and keeps what is
+            set.
     """
 
     read_by_scaler = False

@@ -67,7 +67,7 @@ class SupportsAmpScaling:
     """
 
     def __get__(self, optimizer: Any, cls: type) -> bool:
-        """Return the value for ``optimizer``, or ``True`` when read on the class."""
+        """Return the value for ``optimizer``, and note that it was read; ``True`` for the class."""
         if optimizer is None:
             return True
         supports = not ranks.is_fsdp1(optimizer.param_groups)

@@ -341,8 +341,8 @@ class CapturedSteps:
         if plan is None or not plan.reusable:
             raise RuntimeError(
                 "cuda_graph=True: this step works on copies, or is torch's own, as with sparse "
-                "gradients, so no graph can replay it. Use dense gradients, and parameters and "
-                "states that are dense in memory, in one order, or leave cuda_graph out"
+                "gradients, so no graph can replay it. Use dense gradients, parameters without "
+                "gaps in memory, and states with their strides, or leave cuda_graph out"
             )
         if not plan.works:
             raise RuntimeError(
