@@ -49,8 +49,9 @@ class MissingScale(RefersToOptimizer):
 
     def warn(self) -> None:
         """Warn, once, of a call without a scale, if its gradients seem to have one."""
-        if self._warned:
+        if self._warned or not (self.read_by_scaler or self.is_in_gradients()):
             return
+        self._warned = True
         name = type(self.optimizer).__name__
         if self.read_by_scaler:
             message = (
@@ -59,7 +60,7 @@ class MissingScale(RefersToOptimizer):
                 f"{name} itself to scaler.step(), or use ampopt.GradScaler. If no scaler called "
                 "this step, ignore this"
             )
-        elif self.is_in_gradients():
+        else:
             message = (
                 "a loss was multiplied by scale_outputs(loss, scale), or loss * scale, and then "
                 f"{name} was called by step(), or without "
@@ -67,7 +68,4 @@ class MissingScale(RefersToOptimizer):
                 "scale, as in unscale_and_step(grads_scaled_by=scale). If the gradients are those "
                 "of another loss, ignore this"
             )
-        else:
-            return
-        self._warned = True
         warn_user(message, RuntimeWarning)
